@@ -1,6 +1,6 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
-# make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
+# make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e, test-faults
 # make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1: one tier's part; GATE=1: what CI runs of it
 # make test-again  make test N=10 times beside LOAD=2 busy processes; prints what was not always green
 # make mutants     faults made by hand, and which test finds each; ONLY=machine- narrows it
@@ -10,7 +10,7 @@
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 # make fuzz        damaged input for every parser, for MINUTES=10
 # make hashes      requirements/*.txt, after a change of constraints.txt
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-again mutants test-torch211 lint docs screenshots bench chaos fuzz hashes clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-faults test-slow test-again mutants test-torch211 lint docs screenshots bench chaos fuzz hashes clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -32,13 +32,14 @@ UNIT := tests/unit
 RANKS := tests/processes tests/ranks tests/gpu
 S3 := tests/s3
 RAY := tests/ray
-E2E := tests/e2e tests/chaos tests/hosts
+E2E := tests/e2e
+FAULTS := tests/chaos tests/hosts
 TESTS ?=
 # Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
 WORKERS ?= logical
 # Some unit tests wait; one process more than there are cores computes meanwhile.
 UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))),$(WORKERS))
-# Clusters of test-ray and of test-e2e that run side by side, each with whole files of tests.
+# Clusters of test-ray, test-e2e and test-faults that run side by side, each with whole files of tests.
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
@@ -90,10 +91,10 @@ ifdef TESTS
 test: venv
 	@$(PYTEST) $(TESTS)
 else
-# The last three wait more than they compute. Each prints when it ends.
+# The last four wait more than they compute. Each prints when it ends.
 test: test-unit test-ranks
-	@echo "test-s3, test-ray and test-e2e run side by side (some minutes)"
-	@$(MAKE) --no-print-directory -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e
+	@echo "test-s3, test-ray, test-e2e and test-faults run side by side, three at a time (some minutes)"
+	@$(MAKE) --no-print-directory -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e test-faults
 endif
 
 test-unit: venv
@@ -111,6 +112,9 @@ test-ray: venv
 
 test-e2e: venv
 	@$(PYTEST) $(ON_CLUSTERS) $(E2E)
+
+test-faults: venv
+	@$(PYTEST) $(ON_CLUSTERS) $(FAULTS)
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)

@@ -18,9 +18,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
-from raypp.models.documents import PackedDocuments
-from raypp.models.initial_values import initial_value
-from raypp.models.stage import build_stage
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.initial_values import initial_value
+from raypp.stages.models.stage import build_stage
 
 
 class FixedShapes(torch.nn.Module):

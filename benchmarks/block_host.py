@@ -19,18 +19,18 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.surroundings import announce
-from raypp.models.documents import PackedDocuments
-from raypp.parallel.rank_groups import make_groups
-from raypp.parallel.shard import local_part
+from raypp.job.job import OptimizerOptions
+from raypp.job.load import parse_job
 from raypp.planning.resolve import resolve_pipeline
 from raypp.ports import free_port
+from raypp.rank.build import build_stages
+from raypp.rank.optimizers.adamw import FusedAdamW
+from raypp.rank.optimizers.optimizer import begin_update, build_optimizer
 from raypp.records import Coordinates
-from raypp.spec.job import OptimizerOptions
-from raypp.spec.load import parse_job
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.parallel.rank_groups import make_groups
+from raypp.stages.parallel.shard import local_part
 from raypp.torch_private import DispatchMode
-from raypp.train.adamw import FusedAdamW
-from raypp.train.build import build_stages
-from raypp.train.optimizer import begin_update, build_optimizer
 
 LAYERS, MICROBATCHES, TOKENS, VOCABULARY = 16, 4, 32, 320
 MODEL = {"num_layers": LAYERS, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128}

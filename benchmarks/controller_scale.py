@@ -2,21 +2,16 @@
 
 Run it with `python -m benchmarks.controller_scale`. It starts its own Ray with the real controller
 actor (`raypp.control.controller`, with its leader, record, watch and metrics) and simulates the
-ranks of the run: each rank reports through its own `ReportBuffer` once per period, and rank 0
-reports a finished step every second. Nothing is trained. There are four cases, in this order:
+ranks of the run: each rank reports through its own `ReportBuffer` as often as in a run of that
+size, and rank 0 reports a finished step every second. Nothing is trained. There are three cases:
 
 - "nobody reports": no reports.
 - "without Ray": the leader receives the same batches inside its own process. The difference to the
   other cases is the cost of Ray's calls.
-- "by relays": as in a run of that size. The relays are the real ones, one per node as in the real
-  plan, but run in one process together with the ranks. Only calls to the controller go through Ray;
-  these are what it pays for.
-- "each rank itself": a few processes call the controller for every report, as in a run without
-  relays.
+- "each rank": a few processes call the controller for every report.
 
 The controller's other calls are made, too. The call that waits for a rank's end stays pending as
 long as with real workers. One idle process per node checks the controller, as standby workers do.
-The cost of a relay is measured separately, on a real actor whose ranks call it through Ray.
 """
 
 from __future__ import annotations
@@ -33,10 +28,7 @@ from typing import Any
 import ray
 
 from benchmarks.held_ranks import (
-    DEVICES_PER_NODE,
-    Gathered,
     HeldController,
-    HeldRelay,
     Idlers,
     Sender,
     StandIn,
@@ -45,8 +37,8 @@ from benchmarks.held_ranks import (
 )
 from benchmarks.surroundings import announce
 from raypp.control.protocol import RunRequest
-from raypp.control.report.reporter import HEARTBEAT_S
-from raypp.spec.job import Job
+from raypp.control.report.reporter import interval_s
+from raypp.job.job import Job
 
 STARTS = 5
 THREADS = 128  # as the driver starts the controller
@@ -74,8 +66,8 @@ class Row:
     oldest_s: float
 
 
-def measure(ranks: int, period_s: float, seconds: float, senders: int) -> tuple[list[Row], str]:
-    """Measures one size of run in every case; also returns a line about the relays."""
+def measure(ranks: int, period_s: float, seconds: float, senders: int) -> list[Row]:
+    """Measures one size of run in every case."""
     with tempfile.TemporaryDirectory() as folder:
         document = Job.model_validate(job_document(ranks, folder)).model_dump(mode="json")
         request = RunRequest(f"held-{ranks}", document)
@@ -91,17 +83,13 @@ def measure(ranks: int, period_s: float, seconds: float, senders: int) -> tuple[
         made = ray.get(controller.feed.remote(ranks, period_s, seconds))
         after = ray.get(controller.usage.remote())
         rows.append(_row(ranks, "without Ray", before, after, seconds, int(ranks / period_s * seconds), made=made))
-        gathered: Any = Gathered.remote(controller, ranks)  # type: ignore[attr-defined]
-        relays = ray.get(gathered.relays.remote())
-        rows.append(_sent(ranks, "by relays", controller, [gathered], period_s, seconds))
-        words = f"{ranks:,} ranks: {relays} relays, one per node of {DEVICES_PER_NODE}"
         share = -(-ranks // senders)
         firsts = range(0, ranks, share)
         crowd: list[Any] = [Sender.remote(controller, at, min(share, ranks - at), ranks) for at in firsts]  # type: ignore[attr-defined]
-        rows.append(_sent(ranks, "each rank itself", controller, crowd, period_s, seconds))
-        for actor in (*crowd, gathered, controller, stand_in):
+        rows.append(_sent(ranks, "each rank", controller, crowd, period_s, seconds))
+        for actor in (*crowd, controller, stand_in):
             ray.kill(actor)
-    return rows, words
+    return rows
 
 
 def _sent(ranks: int, way: str, controller: Any, crowd: list[Any], period_s: float, seconds: float) -> Row:
@@ -133,25 +121,6 @@ def _row(
     return Row(ranks, way, reports / took, calls, cpu / took, leader / took, after.resident, late, oldest)
 
 
-def measure_relay(period_s: float, seconds: float) -> float:
-    """Returns CPU seconds per second of one relay with the ranks of a node."""
-    ranks = DEVICES_PER_NODE
-    with tempfile.TemporaryDirectory() as folder:
-        document = Job.model_validate(job_document(40, folder)).model_dump(mode="json")
-        stand_in = ray.remote(StandIn).options(num_cpus=0, max_concurrency=50).remote(40)
-        controller: Any = ray.remote(HeldController).options(num_cpus=0, max_concurrency=THREADS)
-        controller = controller.remote(RunRequest("held", document), stand_in)
-        relay: Any = ray.remote(HeldRelay).options(num_cpus=0).remote("held", controller, HEARTBEAT_S)
-        sender: Any = Sender.remote(relay, 1, ranks, ranks)  # type: ignore[attr-defined]
-        ray.get(sender.send.remote(period_s, 2.0))
-        before = ray.get(relay.cpu_s.remote())
-        ray.get(sender.send.remote(period_s, seconds))
-        cost: float = (ray.get(relay.cpu_s.remote()) - before) / seconds
-        for actor in (sender, relay, controller, stand_in):
-            ray.kill(actor)  # type: ignore[arg-type]
-    return cost
-
-
 def _start_ray() -> None:
     """Starts a separate Ray. Retries: a loaded machine may exceed Ray's own timeout of 30 s."""
     place = str(Path(__file__).resolve().parent.parent)
@@ -170,8 +139,7 @@ def _start_ray() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1000], help="multiples of 20, from 80")
-    arguments.add_argument("--period", type=float, default=1.0, help="seconds between two reports of a rank")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1000], help="multiples of 20, from 40")
     arguments.add_argument("--seconds", type=float, default=12.0, help="how long each way is watched")
     arguments.add_argument("--senders", type=int, default=2, help="processes that send for the ranks")
     given = arguments.parse_args()
@@ -179,25 +147,18 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65536)), hard))
     _start_ray()
-    print(f"every rank reports each {given.period:g} s; {given.senders} processes send for ranks without relays\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
-    told = []
     try:
         for ranks in given.ranks:
-            rows, words = measure(ranks, given.period, given.seconds, given.senders)
-            told.append(words)
-            for row in rows:
+            for row in measure(ranks, interval_s(ranks), given.seconds, given.senders):
                 print(
                     f"| {row.ranks:,} | {row.way} | {row.reports:,.0f} | {row.calls:,.1f} | {row.cpu:.2%} |"
                     f" {row.leader:.2%} | {row.cpu / row.ranks * 1e6:,.0f} | {row.resident / 1e6:,.0f} |"
                     f" {row.longest_s:.2f} | {row.oldest_s:.2f} |",
                     flush=True,
                 )
-        relay = measure_relay(given.period, given.seconds)
     finally:
         ray.shutdown()
-    print("\n" + "\n".join(told))
-    print(f"one relay with {DEVICES_PER_NODE} ranks: {relay:.2%} of a core")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from benchmarks.awake import cores_awake
 from benchmarks.surroundings import announce
-from raypp.mesh.seating import place_stages
-from raypp.pipeline.planned_stage import PlannedStage
-from raypp.pipeline.runtime import ProgramRuntime
+from raypp.planning.schedules.catalogue import build_program
+from raypp.planning.seating import place_stages
 from raypp.ports import free_port
-from raypp.schedules.catalogue import build_program
+from raypp.stages.pipeline.planned_stage import PlannedStage
+from raypp.stages.pipeline.runtime import ProgramRuntime
 
 WIDTH, MICROBATCHES, TOKENS = 16, 64, 8
 

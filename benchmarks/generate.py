@@ -51,10 +51,10 @@ def main() -> None:
 def _decoder(folder: Path) -> Any:
     import torch
 
-    from raypp.inference.rank import load_stages
-    from raypp.inference.source import find_source
-    from raypp.pipeline.decode import PipelineDecoder
     from raypp.planning.resolve import resolve_pipeline
+    from raypp.stages.pipeline.decode import PipelineDecoder
+    from raypp.tools.inference.rank import load_stages
+    from raypp.tools.inference.source import find_source
 
     source = find_source(str(folder))
     job = source.job()
@@ -66,7 +66,7 @@ def _case(ours: Any, theirs: Any, rows: int, longest: int, new: int, rounds: int
     """Prints the row of a case."""
     import torch
 
-    from raypp.pipeline.decode import Choice, Prompt
+    from raypp.stages.pipeline.decode import Choice, Prompt
 
     generator = torch.Generator().manual_seed(1)
     lengths = [max(1, longest - 3 * row) for row in range(rows)]

@@ -38,11 +38,11 @@ import torch
 
 from benchmarks.surroundings import announce
 from benchmarks.timed_rank import job_of
+from raypp.job.job import Job
 from raypp.planning.costs import DEVICES
 from raypp.planning.flops import head_flops
 from raypp.planning.sizes import sizes_of
 from raypp.ports import free_port
-from raypp.spec.job import Job
 
 WARM = 3
 MODELS: dict[str, dict[str, Any]] = {

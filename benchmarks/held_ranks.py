@@ -1,4 +1,4 @@
-"""A real controller with simulated ranks, idle processes and relays, for `controller_scale`."""
+"""A real controller with simulated ranks and idle processes, for `controller_scale`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from raypp.control.protocol import (
     WorkerInfo,
     WorkerStatus,
 )
-from raypp.control.report.relay import Relay, relay_pace_s
 from raypp.control.report.reporter import ReportBuffer
 from raypp.control.worker_group import WorkerGroup
-from raypp.mesh.geometry import Mesh
+from raypp.planning.decide import decide
+from raypp.planning.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, Seat, StepReport
 
 DEVICES_PER_NODE = 8
@@ -69,7 +69,7 @@ class HeldLeader(Leader):
         self.record.begin(None)
         attempt = self._new_attempt(1)
         attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
-        self._attempt = attempt
+        self._attempt, attempt.decision = attempt, decide(job)
         self._start_watch(attempt)
         self._apply(m.TakenOver(1, alive=True))
 
@@ -103,7 +103,7 @@ class Usage:
         cpu_s: CPU seconds of all threads.
         leader_s: CPU seconds of the leading thread.
         resident: Resident memory in bytes.
-        calls: Calls from ranks, relays and idle processes.
+        calls: Calls from ranks and idle processes.
         oldest_s: Age of the oldest heartbeat now, which the hang watch relies on.
     """
 
@@ -134,10 +134,6 @@ class HeldController(Controller):
     def report(self, batch: ReportBatch) -> BatchAnswer:
         self._calls += 1
         return super().report(batch)
-
-    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
-        self._calls += 1
-        return super().relayed(batches)
 
     def alive(self) -> None:
         self._calls += 1
@@ -197,7 +193,7 @@ class Sender:
     """A process that sends the reports of many ranks.
 
     Args:
-        target: The receiver of the reports: the controller or a relay.
+        target: The controller.
     """
 
     def __init__(self, target: Any, first: int, count: int, ranks: int) -> None:
@@ -215,33 +211,6 @@ class Sender:
 
 
 @ray.remote(num_cpus=0)
-class Gathered:
-    """A process with all ranks of a run and all its relays, one per node."""
-
-    def __init__(self, controller: Any, ranks: int) -> None:
-        self._controller, self._ranks = controller, ranks
-        count = -(-ranks // DEVICES_PER_NODE)
-        pace_s = relay_pace_s(count)
-        self._relays = [Relay("held", controller, pace_s, timeout_s=60.0) for _ in range(count)]
-        self._simulated = [Simulated(rank, 1_000_000) for rank in range(ranks)]
-        self._ways = [
-            self._directly if rank == 0 else self._relays[rank // DEVICES_PER_NODE].report for rank in range(ranks)
-        ]
-
-    async def relays(self) -> int:
-        """Returns the number of relays."""
-        return len(self._relays)
-
-    async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
-        """As `Sender.send`."""
-        return await _tell_all(list(zip(self._simulated, self._ways, strict=True)), self._ranks, period_s, seconds)
-
-    async def _directly(self, batch: ReportBatch) -> BatchAnswer:
-        answer: BatchAnswer = await self._controller.report.remote(batch)
-        return answer
-
-
-@ray.remote(num_cpus=0)
 class Idlers:
     """The idle processes of a run, one per node. Each checks the controller periodically."""
 
@@ -254,13 +223,6 @@ class Idlers:
         while time.monotonic() < end:
             await controller.alive.remote()
             await asyncio.sleep(between)
-
-
-class HeldRelay(Relay):
-    """The real relay actor, which also reports its CPU time."""
-
-    async def cpu_s(self) -> float:
-        return time.process_time()
 
 
 Teller = tuple[Simulated, Callable[[ReportBatch], Awaitable[BatchAnswer]]]

@@ -20,17 +20,17 @@ from torch import Tensor
 from benchmarks.surroundings import announce
 from benchmarks.torch_private import kernels_on_cuda
 from raypp import models
-from raypp.measure.played_step import Norm
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.models.documents import PackedDocuments
-from raypp.models.layers import RMSNorm
-from raypp.models.loss import losses_and_errors
-from raypp.models.moe import MixtureOfExperts
-from raypp.models.rotary import rotated
-from raypp.models.stage import build_stage
+from raypp.job.decoder_layer import Layer
+from raypp.job.load import parse_job
 from raypp.planning.loss_memory import chunk_size
-from raypp.spec.decoder_layer import Layer
-from raypp.spec.load import parse_job
+from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.layers import RMSNorm
+from raypp.stages.models.loss import losses_and_errors
+from raypp.stages.models.moe import MixtureOfExperts
+from raypp.stages.models.rotary import rotated
+from raypp.stages.models.stage import build_stage
+from raypp.tools.played_step import Norm
 from raypp.torch_private import DispatchMode, fake_tensors
 
 SIZES = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336, "vocab_size": 128256}

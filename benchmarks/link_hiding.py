@@ -27,11 +27,10 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
-from benchmarks.kept import Kept, add_resume
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
 from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
@@ -135,16 +134,16 @@ class Race:
         forward = self.forward_of_step * statistics.mean(one.seconds for one in steps)
         return message_bits() / (share * forward) / 1e6
 
-    def on_cable(self, share: float, rounds: Sequence[int], done: Callable[[int, dict[str, Figures]], None]) -> str:
-        """Runs the rounds with these numbers on cables of a share; returns the chosen lookahead."""
+    def on_cable(self, share: float) -> dict[str, Any]:
+        """Runs all `rounds` on cables of a share; returns their figures, and what was `told`."""
         self.hosts.set_cable(None)
         mbit = self._rate(share, self._free.steps(4))
-        own, words = dict(self._staying), ""
+        own, words, rounds = dict(self._staying), "", []
         for variant in self.options.only:
             if variant in CHOOSE:
                 own[variant], first = begin(self.hosts, variant, mbit, self.options)
                 words = chosen(first)["message"] if variant == AUTO else words
-        for number in rounds:
+        for number in range(self.options.rounds):
             self.hosts.set_cable(None)
             free = self._free.steps(self.options.steps)
             mbit, found = self._rate(share, free), {NO_LIMIT: _figures(free, None)}
@@ -154,13 +153,13 @@ class Race:
             for name, variant, rate in turns if number % 2 == 0 else turns[::-1]:
                 self.hosts.set_cable(rate)
                 found[name] = _figures(own[variant].steps(1 if variant == FSDP else self.options.steps), rate)
-            done(number, found)
+            rounds.append(found)
             seconds = ", ".join(f"{name} {one['step_s']:.2f}" for name, one in found.items())
             print(f"{mbit:.1f} Mbit/s, round {number}: {seconds}", flush=True)
         for variant in CHOOSE:
             if variant in own:
                 own[variant].close()
-        return words
+        return {"told": words, "rounds": rounds}
 
     def close(self) -> None:
         for held in (self._free, *self._staying.values()):
@@ -172,30 +171,16 @@ def _figures(steps: Sequence[Turn], mbit: float | None) -> Figures:
     return {"step_s": statistics.mean(one.seconds for one in steps), "mb": sent, "mbit": mbit}
 
 
-def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float, dict[str, Any]]:
+def measure(hosts: Hosts, options: argparse.Namespace) -> dict[float, dict[str, Any]]:
     """Returns by share of a forward: `told` (the choice), and the figures of all `rounds`."""
-    found: dict[float, dict[str, Any]] = {}
-    race: Race | None = None
-    for share in options.shares:
-        name = f"{share} of a forward"
-        keys = [f"{name}, round {number}" for number in range(options.rounds)]
-        missing = [number for number, key in enumerate(keys) if key not in kept]
-        if missing:
-            race = race or Race(hosts, options)
-
-            def done(number: int, figures: dict[str, Figures], keys: Sequence[str] = keys) -> None:
-                kept.keep(keys[number], figures)
-
-            kept.keep(f"{name}: told", race.on_cable(share, missing, done))
-        found[share] = {"told": kept[f"{name}: told"], "rounds": [kept[key] for key in keys]}
-    if race is not None:
-        race.close()
+    race = Race(hosts, options)
+    found = {share: race.on_cable(share) for share in options.shares}
+    race.close()
     return found
 
 
-def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
+def report(found: dict[float, dict[str, Any]], options: argparse.Namespace) -> None:
     """Prints the tables of seconds and ratios with the goals."""
-    print(f"\n{begun}")
     print(f"\nP = {options.hosts}, m = {options.microbatches}, fp32, "
           f"{'stages that sleep' if options.paced else 'one core each'}; "
           f"a message {message_bits() / 8 / 1024:.0f} KiB; rounds: {options.rounds}, of {options.steps} steps each; "
@@ -236,7 +221,6 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     parser.add_argument("--paced", action="store_true", help="sleep instead of computing: what the cables cost")
-    add_resume(parser)
     options = parser.parse_args()
     announce()
     options.shares = options.shares or list(GOALS[options.hosts])
@@ -248,11 +232,9 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     started = time.perf_counter()
-    names = ("hosts", "steps", "microbatches", "only", "sleeping_cores", "paced")
-    kept = Kept("link_hiding", {name: getattr(options, name) for name in names}, resume=options.resume)
     with some_hosts("lk", options.hosts, awake=not (options.sleeping_cores or options.paced)) as hosts:
-        found = measure(hosts, kept, options)
-    report(found, options, kept.begun)
+        found = measure(hosts, options)
+    report(found, options)
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.models.stage import DecoderStage
+from raypp.stages.models.stage import DecoderStage
 
 HEAD = 1.2
 """Layers that the head and the loss take as long as."""

@@ -20,11 +20,9 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 from benchmarks.hosts import Hosts, pinned, some_hosts, spread
-from benchmarks.kept import Kept, add_resume
 from benchmarks.surroundings import announce
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Held
@@ -138,28 +136,21 @@ Pair = tuple[dict[str, Any], Forecast]
 """The time of a turn, and the prediction from the costs around it."""
 
 
-def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[Pair]]:
+def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
     """Returns one pair per round for each configuration."""
     found: dict[int, list[Pair]] = {index: [] for index in options.only}
-    orders = [options.only[:: -1 if number % 2 else 1] for number in range(options.rounds)]
     held: dict[int, Held] = {}
-    meters: dict[str, Held] = {}
-    if not all(f"round {number}: after {order[-1]}" in kept for number, order in enumerate(orders)):
-        for index in options.only:
-            held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
-        meters = {kind: hold_meters([*options.set, *kind.split()]) for kind in set(map(rows_of, options.only))}
-    for number, order in enumerate(orders):
+    for index in options.only:
+        held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
+    meters = {kind: hold_meters([*options.set, *kind.split()]) for kind in set(map(rows_of, options.only))}
+    for number in range(options.rounds):
         last: tuple[str, list[dict[str, Any]]] | None = None  # kind and costs of the latest measurement
-        for index in order:
+        for index in options.only[:: -1 if number % 2 else 1]:
             settings, mbit = CONFIGURATIONS[index]
             kind = rows_of(index)
-            costs = partial(measured_costs, meters, kind)
-            if last is not None and last[0] == kind:
-                before = last[1]
-            else:
-                before = kept.once(f"round {number}: before {index}", costs)
-            taken = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))
-            after = kept.once(f"round {number}: after {index}", costs)
+            before = last[1] if last is not None and last[0] == kind else measured_costs(meters, kind)
+            taken = turn(hosts, held, index, options.steps)
+            after = measured_costs(meters, kind)
             last = kind, after
             cast = predicted([*options.set, *settings], mbit, [before, after])
             found[index].append((taken, cast))
@@ -186,17 +177,14 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a key of the job, in all of them")
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
-    add_resume(parser)
     options = parser.parse_args()
     announce()
     if why := why_not():
         raise SystemExit(why)
-    named = {name: getattr(options, name) for name in ("steps", "set", "sleeping_cores")}
-    kept = Kept("prediction", named, resume=options.resume)
     with some_hosts("pr", awake=not options.sleeping_cores) as hosts:
-        found = measure(hosts, kept, options)
+        found = measure(hosts, options)
     cores = "as the machine has them" if options.sleeping_cores else "kept awake"
-    print(f"\n{kept.begun}; rounds: {options.rounds}, of {options.steps} steps each; cores {cores}\n")
+    print(f"\nrounds: {options.rounds}, of {options.steps} steps each; cores {cores}\n")
     titles = ["configuration", "cable", "measured, s", "predicted, s", "predicted ÷ measured", "the schedule alone"]
     titles += ["the rest, s"]
     print(f"| {' | '.join(titles)} |")

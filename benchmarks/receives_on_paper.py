@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.surroundings import announce
-from raypp.mesh.seating import place_stages
-from raypp.schedules.action import Action, Program, stages_with_backward
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.communication import Receive, sent_by
-from raypp.schedules.posting import with_messages
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.planning.schedules.action import Action, Program, stages_with_backward
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.communication import Receive, sent_by
+from raypp.planning.schedules.posting import with_messages
+from raypp.planning.schedules.simulate import StageTimes, simulate
+from raypp.planning.seating import place_stages
 
 LINKS, SPREAD = (0.25, 0.5, 1.0, 2.0), 0.2
 

@@ -13,12 +13,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.state import gather_state
 from raypp.ports import free_port
 from raypp.records import Coordinates, Reporter, Seat
+from raypp.state.checkpoint.announce import Announcements
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.save import CheckpointSaver
+from raypp.state.checkpoint.state import gather_state
 from raypp.storage import open_store
 
 LAYERS, WIDTH, RUN = 8, 1024, "recut"

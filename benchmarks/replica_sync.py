@@ -16,33 +16,20 @@ All run at the same time and train in turns of a few steps, round after round, e
 reverse order, so values that are compared were measured within a minute. A ratio compares two turns
 of the same round; the table shows the median over the rounds and the range. The steps without a
 limit of the cable are those of `beside`.
-
-`--losses N` trains N steps on text instead, on this machine's loopback, with exact and int8 sums
-and with outer steps, with as many replicas as `--replicas` says and equal tokens, and compares the
-losses. The last row is the control: one of the replicas alone, which sees its own tokens only. With
-`--part-after K`, all but that begin with K steps with exact sums. None of it depends on the
-machine's load.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-
-import yaml
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.link_hiding import message_bits
 from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
-from benchmarks.wire import document, train
 from cluster.testbed import why_not
 
 HOSTS, MICROBATCHES, WARM = 4, 8, 3
@@ -55,10 +42,6 @@ PROGRAMS: dict[str, list[str]] = {
     INT8: ["--set", "train.sync={kind: int8}"],
 }
 NO_LIMIT = "beside, no limit"
-MICROBATCHES_OF_ALL = 4
-"""Microbatches of a step, of all replicas, in `--losses`, unless `--microbatches` is given."""
-LAST = 20
-"""The final loss is the mean over this many steps."""
 
 Figures = dict[str, float]
 """Results of one turn: `step_s`, and `mb` that a host sends per step."""
@@ -123,82 +106,15 @@ def report(found: dict[float, list[dict[str, Figures]]]) -> None:
             print(f"| {share} | {program} | {seconds:.3f} | {ratios[0]} | {ratios[1]} | {size:.1f} |")
 
 
-def job_of(sync: dict[str, Any], replicas: int, steps: int, seed: int, microbatches: int) -> dict[str, Any]:
-    job = document({}, steps, seed)
-    job["mesh"] = {"dp_replicate": replicas}
-    job["pipeline"]["microbatches"] = microbatches
-    job["train"]["sync"] = sync
-    return job
-
-
-def compare_losses(options: argparse.Namespace) -> None:
-    steps, every, others = options.losses, options.every, options.sync
-    counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
-    print(f"\n| replicas | train.sync | loss, {counted} | difference | held-out loss | difference |")
-    print("|---|---|---|---|---|---|")
-    syncs: dict[str, dict[str, Any]] = {form: {"kind": form} for form in ("exact", "int8")}
-    for form in ("none", "int8", "int4"):
-        syncs[f"outer, {every} steps, {form}"] = {"kind": "outer", "every_steps": every, "compression": form}
-    spread_out = {"fragments": 2, "overlap_steps": every // 10}
-    for form in ("none", "int4"):
-        one = syncs[f"outer, {every} steps, {form}"]
-        syncs[f"outer, {every} steps, {form}, 2 fragments, {every // 10} steps ahead"] = one | spread_out
-    if others:
-        syncs = {"exact": {"kind": "exact"}}
-        for words in others:
-            syncs |= yaml.safe_load(words)
-    for number in options.replicas:
-        own = options.microbatches or MICROBATCHES_OF_ALL // number
-        rows = [(name, number, syncs[name], 0) for name in syncs]
-        if not others:
-            rows.append(("exact, another seed", number, syncs["exact"], 1))
-        rows.append(("one replica alone", 1, syncs["exact"], 0))
-        exact: dict[str, Any] | None = None
-        with TemporaryDirectory() as folder:
-            for row, (name, world, sync, seed) in enumerate(rows):
-                job, store = job_of(sync, world, steps, seed, own), None
-                if options.part_after and world == number and not seed:
-                    job["checkpoint"]["every_steps"], store = options.part_after, Path(folder, str(row))
-                    if row:
-                        shutil.copytree(Path(folder, "0"), store)
-                        for step in range(2 * options.part_after, steps + 1, options.part_after):
-                            shutil.rmtree(store / job["name"] / f"step-{step:08d}")
-                found = train(job, world, name, store)
-                exact = exact or found
-                last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
-                held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
-                print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every program on every cable")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.5, 1.0], help="message ÷ forward of the cables")
-    parser.add_argument("--microbatches", type=int, help=f"of each replica; {MICROBATCHES}, and {MICROBATCHES_OF_ALL} "
-                        "of all with --losses")  # fmt: skip
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of each replica")
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
-    parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
-    parser.add_argument("--every", type=int, default=50, help="with --losses: steps between outer steps")
-    parser.add_argument("--replicas", nargs="*", type=int, default=[2, 4], help="with --losses: numbers of replicas")
-    parser.add_argument(
-        "--part-after", type=int, default=0, metavar="K", help="with --losses: first train K steps with exact sums"
-    )
-    parser.add_argument(
-        "--sync",
-        action="append",
-        default=[],
-        metavar="'NAME: {kind: …}'",
-        help="with --losses: only exact sums and this train.sync",
-    )
     options = parser.parse_args()
-    if options.part_after and options.losses % options.part_after:
-        parser.error("--part-after must divide the steps of --losses")
     announce()
-    if options.losses:
-        compare_losses(options)
-        return
-    options.microbatches = options.microbatches or MICROBATCHES
     cores = len(os.sched_getaffinity(0))
     if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):
         print(f"skipped: {reason}")

@@ -43,6 +43,7 @@ BENCHMARKS = (
     Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
     Benchmark("sites", 10, "outer steps against sums over a link of 20 Mbit/s and 50 ms between two sites", root=True),
+    Benchmark("outer_losses", 30, "losses of replicas that train apart, over 150 and 750 outer steps"),
     Benchmark("replica_sync", 12, "sums over replicas on a slow cable: beside the backward, in int8", root=True),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("generate", 2, "tokens/s of decoding, compared with transformers"),

@@ -82,9 +82,9 @@ def state_bytes(stage: nn.Module) -> int:
 
 class Raypp:
     def __init__(self, place: Place) -> None:
-        from raypp.checkpoint.announce import Announcements
-        from raypp.checkpoint.save import CheckpointSaver
         from raypp.records import Coordinates, Seat
+        from raypp.state.checkpoint.announce import Announcements
+        from raypp.state.checkpoint.save import CheckpointSaver
         from raypp.storage import open_store
 
         self.stage = layers(place.megabytes, place.rank)

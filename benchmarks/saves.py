@@ -20,7 +20,7 @@ from benchmarks.recut_bytes import recut_table
 from benchmarks.save_teams import Answers, Teams
 from benchmarks.save_writers import WRITERS
 from benchmarks.surroundings import announce
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 
 WORLD = 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
 
 ROWS, MICROBATCHES, SEQ_LEN = 2, 8, 256
 

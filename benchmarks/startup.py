@@ -56,7 +56,7 @@ def torchrun_once(folder: str, number: int, environment: dict[str, str]) -> floa
     began = time.time()
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "raypp.train", "--job", "jobs/quickstart.yaml",
+         "--master-port", str(free_port()), "-m", "raypp.rank", "--job", "jobs/quickstart.yaml",
          "--set", f"name={name}", "--set", f"checkpoint.url={folder}", *SHORT],
         check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip

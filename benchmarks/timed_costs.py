@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Gate
-from raypp.measure.model_costs import open_meter
+from raypp.tools.model_costs import open_meter
 
 
 def main() -> None:

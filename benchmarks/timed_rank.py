@@ -17,16 +17,16 @@ import yaml
 from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
-from raypp.parallel import apply
-from raypp.pipeline import runtime
-from raypp.pipeline.wire import SumStart
+from raypp.job.job import Job
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
+from raypp.rank.device_check import facts_here
+from raypp.rank.own_seat import seat_from_environment
+from raypp.rank.rank import run_rank
 from raypp.records import Event, Requests, StepReport
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
-from raypp.train.device_check import facts_here
-from raypp.train.own_seat import seat_from_environment
-from raypp.train.rank import run_rank
+from raypp.stages.parallel import apply
+from raypp.stages.pipeline import runtime
+from raypp.stages.pipeline.wire import SumStart
 
 
 class StepTimer:

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.surroundings import announce
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.ports import free_port
+from raypp.rank.own_seat import local_seat
+from raypp.rank.rank import run_rank
 from raypp.records import Event, Requests, StepReport
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 
 WIRES: dict[str, dict[str, Any]] = {
     "as computed (fp32)": {},
@@ -80,14 +80,11 @@ def rank(number: int, world: int, port: int, job: dict[str, Any], out: str) -> N
         Path(out).write_text(json.dumps(losses.figures))
 
 
-def train(job: dict[str, Any], world: int, name: str, store: Path | None = None) -> dict[str, Any]:
-    """Runs one training on so many CPU ranks; returns its losses, bytes and held-out loss.
-
-    With a `store`, its checkpoints stay there, and the training goes on from the newest.
-    """
+def train(job: dict[str, Any], world: int, name: str) -> dict[str, Any]:
+    """Runs one training on so many CPU ranks; returns its losses, bytes and held-out loss."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     with TemporaryDirectory() as folder:
-        job = {**job, "checkpoint": {**job["checkpoint"], "url": str(store or f"{folder}/store")}}
+        job = {**job, "checkpoint": {**job["checkpoint"], "url": f"{folder}/store"}}
         out = f"{folder}/out"
         ranks = [
             context.Process(target=rank, args=(number, world, port, job, out), daemon=True) for number in range(world)

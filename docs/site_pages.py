@@ -34,18 +34,26 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = PurePosixPath(in_repository(page.file.src_uri))
     if FILES in markdown:
-        markdown = markdown.replace(FILES, table_of_files(REPOSITORY / "raypp" / here.stem))
+        markdown = markdown.replace(FILES, table_of_files(package_of(here.stem)))
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
     return "".join(
         part if part.startswith("```") else LINK.sub(lambda found: link(found, here), part) for part in parts
     )
 
 
+def package_of(page: str) -> Path:
+    """Returns the room or the package inside a room whose page this is."""
+    (package,) = {path.parent for path in (REPOSITORY / "raypp").rglob(f"{page}/__init__.py")}
+    return package
+
+
 def table_of_files(package: Path) -> str:
-    """Returns the modules of a package, with what the first paragraphs of their docstrings say."""
+    """Returns the modules of a package, with what the first paragraphs of their docstrings say.
+    Packages inside that have pages of their own are left out."""
     rows = ["| file | what it is for |", "|---|---|"]
     for path in sorted(package.rglob("*.py")):
-        if path.name not in ("__init__.py", "__main__.py"):
+        own_pages = [part for part in path.relative_to(package).parts[:-1] if (REPOSITORY / f"docs/{part}.md").exists()]
+        if path.name not in ("__init__.py", "__main__.py") and not own_pages:
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             first = " ".join(about.split("\n\n")[0].split()).replace("|", "\\|")
             rows.append(f"| `{path.relative_to(package)}` | {first} |")

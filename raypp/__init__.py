@@ -1,8 +1,6 @@
-"""raypp: Ray-orchestrated, multi-node, pipeline-parallel training of language models.
-
-From Python: `load_job` or `Job`, `plan`, `submit`, `run`, `list_runs`. They are imported on first
-use, so that `import raypp` takes milliseconds. None of them imports torch or ray.
-"""
+"""raypp: Ray-orchestrated, multi-node, pipeline-parallel training of language models. From Python:
+`load_job` or `Job`, `plan`, `submit`, `run`, `list_runs`, `queue`. They are imported on first use,
+so that `import raypp` takes milliseconds. None of them imports torch or ray."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +8,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from raypp.api.checked_job import plan
-    from raypp.api.run import Run, list_runs
-    from raypp.api.submission import load_job, run, submit
+    from raypp.api.queue import queue
+    from raypp.api.run import Run, list_runs, load_job, run, submit
     from raypp.errors import RayppError
-    from raypp.spec.job import Job
+    from raypp.job.job import Job
 
-__all__ = ["Job", "RayppError", "Run", "list_runs", "load_job", "plan", "run", "submit"]
+__all__ = ["Job", "RayppError", "Run", "list_runs", "load_job", "plan", "queue", "run", "submit"]
 _FROM = {
-    "Job": "raypp.spec.job",
+    "Job": "raypp.job.job",
     "RayppError": "raypp.errors",
     "Run": "raypp.api.run",
     "list_runs": "raypp.api.run",
-    "load_job": "raypp.api.submission",
+    "load_job": "raypp.api.run",
     "plan": "raypp.api.checked_job",
-    "run": "raypp.api.submission",
-    "submit": "raypp.api.submission",
+    "queue": "raypp.api.queue",
+    "run": "raypp.api.run",
+    "submit": "raypp.api.run",
 }
 
 

@@ -1,8 +1,6 @@
-"""CRC-32, with zlib's values, computed by isal where it is installed.
-
-isal uses the processor's carry-less multiplication, which the zlib of most Linux distributions does
-not: 12 instead of 3.5 GB/s. A node without isal reads and writes the same checkpoints.
-"""
+"""CRC-32, with zlib's values, computed by isal where it is installed. isal uses the processor's
+carry-less multiplication, which the zlib of most Linux distributions does not: 12 instead of 3.5
+GB/s. A node without isal reads and writes the same checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What must be installed where: raypp's optional packages, and the versions that nodes need.
-
-A job takes raypp's own code along, so nodes need no raypp of the same version. They need what that
-code imports.
-"""
+"""What must be installed where: raypp's optional packages, and the versions that nodes need. A job
+takes raypp's own code along, so nodes need no raypp of the same version. They need what that code
+imports."""
 
 from __future__ import annotations
 
@@ -48,7 +46,6 @@ def need(module: str, extra: str, feature: str, node: str = "") -> None:
     """Checks that an optional package is installed in this process' Python. Does not import it.
 
     Args:
-        module: Its module, such as `torch`.
         extra: The extra of raypp that installs it.
         feature: Who needs it, for the error: "raypp parity".
         node: The node's name, if this is not the machine of the user.
@@ -90,14 +87,8 @@ def too_old(versions: dict[str, str]) -> str:
 
 
 def check_node(place: str) -> None:
-    """Checks this process' environment before anything heavy is imported.
-
-    Args:
-        place: The node's name, for the error.
-
-    Raises:
-        JobError: Something is missing or too old; names all of it.
-    """
+    """Checks this process' environment before anything heavy is imported. `place`: the node's name,
+    for the error. Raises JobError: something is missing or too old; names all of it."""
     versions = {"python": platform.python_version()} | {name: _version(name) for name in ON_NODES}
     fix = "install `raypp[node]` there, into the Python that runs Ray"
     problems = []

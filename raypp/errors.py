@@ -1,9 +1,7 @@
-"""Errors that a user can act on: where, what, and how to fix it.
-
-Everything that a user can cause is raised as a `RayppError`. The command line prints its problems
-and exits with its exit code, without a traceback. All of them can be pickled, because they cross
-process borders; exceptions with a custom constructor must define `__reduce__` for that.
-"""
+"""Errors that a user can act on: where, what, and how to fix it. Everything that a user can cause
+is raised as a `RayppError`. The command line prints its problems and exits with its exit code,
+without a traceback. All of them can be pickled, because they cross process borders; exceptions with
+a custom constructor must define `__reduce__` for that."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ _LONGEST_WORDS, _LONGEST_LINE, _LONGEST_CHAIN = 1000, 200, 20
 
 
 def in_words(error: BaseException) -> str:
-    """Returns an exception's message.
-
-    Only a `RayppError` explains itself. Any other exception is prefixed by its type, because the
-    text of a `KeyError`, for example, is only its key.
-    """
+    """Returns an exception's message. Only a `RayppError` explains itself. Any other exception is
+    prefixed by its type, because the text of a `KeyError`, for example, is only its key."""
     return str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def words_after_stack(text: str) -> str | None:
-    """Returns what follows the last stack frame in a text, the error's type and words.
+def first_of(words: Sequence[str], most: int) -> str:
+    """Returns the first `most` words, and how many there are besides: `a, b and 3 more`."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
 
-    None if the text has no stack. Ray keeps errors of other processes as text.
-    """
+
+def words_after_stack(text: str) -> str | None:
+    """Returns what follows the last stack frame in a text, the error's type and words. None if the
+    text has no stack. Ray keeps errors of other processes as text."""
     lines = text.rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     if not frames:
@@ -53,15 +51,10 @@ def words_after_stack(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        key: Dotted key of the job file (`mesh.pp`), or another short name of the place (an object's
-            key, an option); empty if there is none.
-        fault: What is wrong, with the offending value.
-        fix: What the user can do about it; empty if there is nothing more useful to say.
-        where: `file:line` if the problem is in a file; filled in by the code that knows the file.
-    """
+    """One thing that is wrong. `key`: dotted key of the job file (`mesh.pp`), or another short name
+    of the place (an object's key, an option); empty if there is none. `fix`: what the user can do
+    about it; empty if there is nothing more useful to say. `where`: `file:line` if the problem is
+    in a file; filled in by the code that knows the file."""
 
     key: str
     fault: str
@@ -79,12 +72,8 @@ class Problem:
 
 
 class RayppError(Exception):
-    """Base class of the errors that a user can act on.
-
-    Attributes:
-        exit_code: Exit code of the command line.
-        failure_kind: The kind of failure if it ends a rank; None if its cause decides.
-    """
+    """Base class of the errors that a user can act on. `exit_code`: exit code of the command line.
+    `failure_kind`: the kind of failure if it ends a rank; None if its cause decides."""
 
     exit_code = EXIT_RUN_FAILED
     failure_kind: ClassVar[FailureKind | None] = None

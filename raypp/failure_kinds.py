@@ -1,8 +1,6 @@
-"""The kinds of failure, and what each of them means for the process, the node and the run.
-
-Only this file knows it: code that decides asks a kind for its traits. Events, stores and printed
-output contain the text of a kind, so it never changes.
-"""
+"""The kinds of failure, and what each of them means for the process, the node and the run. Only
+this file knows it: code that decides asks a kind for its traits. Events, stores and printed output
+contain the text of a kind, so it never changes."""
 
 from __future__ import annotations
 
@@ -80,14 +78,12 @@ class FailureKind(StrEnum):
         "save_failed",
         Traits("the last checkpoint could not be saved", symptom=True, keeps_process=True, save_again=True),
     )
-    NOT_SAVED = (
-        "not_saved",
-        Traits("the store took no last checkpoint for minutes", permanent=True, save_again=True),
-    )
+    NOT_SAVED = ("not_saved", Traits("the store took no last checkpoint for minutes", permanent=True, save_again=True))
     NONFINITE = (
         "nonfinite",
         Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True, in_numbers=True),
     )
+    SPIKE = "spike", Traits("the loss jumped", permanent=True, in_numbers=True)
     CORRUPT = "corrupt", Traits("the weights are corrupt", taints_snapshots=True, in_numbers=True)
     LOST_PEER = "lost_peer", Traits("another rank went away", witness=True, keeps_process=True)
     UNKNOWN = "unknown", Traits("the cause is unknown")

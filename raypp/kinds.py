@@ -1,10 +1,7 @@
 """What a file of a schedule, store, data source, optimizer, policy or tracker declares; the
-registries.
-
-A new kind is one file in the package given below. Its `KIND` answers every question that other
-parts of raypp ask about it; no other file lists it. The model families are in
-`raypp.spec.families`.
-"""
+registries. A new kind is one file in the package given below. Its `KIND` answers every question
+that other parts of raypp ask about it; no other file lists it. The model families are in
+`raypp.job.known_families`."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ class ScheduleKind(Kind):
         splits_backward: It has I and W actions.
         searched_from: Smallest number of stages per rank for which `raypp plan --search` tries it;
             0: never.
-        breadth_first: A rank runs all microbatches through one stage before its next one, so
-            messages for that one wait meanwhile (`held_messages`).
         source: Where it is described.
     """
 
@@ -46,7 +41,6 @@ class ScheduleKind(Kind):
     reason: str = ""
     splits_backward: bool = False
     searched_from: int = 1
-    breadth_first: bool = False
     source: str = ""
 
     @classmethod
@@ -57,26 +51,6 @@ class ScheduleKind(Kind):
     def least_microbatches(self, pp: int) -> int:
         """Returns the smallest number of microbatches on `pp` ranks; 1 on a single rank."""
         return max(1, self.microbatches_per_rank * pp) if pp > 1 else 1
-
-    def held_messages(self, pp: int, microbatches: int, lookahead: int = 0) -> int:
-        """Returns how many messages each channel must hold if sends block until they are received.
-
-        Breadth first: when the first rank turns to its next stage, the microbatches are spread
-        evenly over the channels of the ring of ranks; receives that are posted ahead take two of
-        each channel's.
-        Otherwise messages wait if a rank has several stages, because it is busy with the others. If
-        it splits backwards, at most `lookahead` wait. If not, as many wait as a round has
-        microbatches beyond one per rank: rounds are longer with a lookahead, and where microbatches
-        are not a multiple of the ranks.
-        """
-        if self.breadth_first:
-            return max(0, microbatches // pp - 2)
-        if self.stages_per_rank[1] == 1:
-            return 0
-        if self.splits_backward:
-            return lookahead
-        rounds = max(1, microbatches // (pp + (pp * lookahead + 1) // 2))
-        return max(0, -(-microbatches // rounds) - pp)
 
     def allows_stages(self, stages_per_rank: int) -> bool:
         return stages_per_rank == self.nearest_stages(stages_per_rank)
@@ -164,13 +138,13 @@ class StoreKind(Kind):
 class OptimizerKind(Kind):
     """An optimizer: `build(named, options, precision) -> torch.optim.Optimizer`.
 
-    See `raypp.train.optimizer`.
+    See `raypp.rank.optimizers.optimizer`.
 
     Attributes:
         states: Values kept per parameter, in fp32.
         states_in_8bit: It can keep them in 8 bits instead (`train.optimizer.state`).
         bf16_weights: It updates weights that exist in bf16 only (`train.precision: bf16_pure`). Its
-            attribute `weights` is then a `raypp.train.bf16_weights.Bf16Weights`.
+            attribute `weights` is then a `raypp.rank.optimizers.bf16_weights.Bf16Weights`.
     """
 
     states: int = 2
@@ -180,12 +154,12 @@ class OptimizerKind(Kind):
 
 @dataclass(frozen=True)
 class PolicyKind(Kind):
-    """A recovery policy: `build(recovery) -> Policy`, see `raypp.recovery.policy`."""
+    """A recovery policy: `build(recovery) -> Policy`, see `raypp.control.recovery.policy`."""
 
 
 @dataclass(frozen=True)
 class TrackerKind(Kind):
-    """A tracker: `open_tracker(run: TrackedRun) -> Tracker`, see `raypp.observe.tracked`.
+    """A tracker: `open_tracker(run: TrackedRun) -> Tracker`, see `raypp.state.run_records.tracked`.
 
     Attributes:
         library: The module that it imports; empty: none.
@@ -203,12 +177,14 @@ class TrackerKind(Kind):
     checks: bool = False
 
 
-SCHEDULES = Registry("schedule", ScheduleKind, "raypp.schedules", "build", "raypp.schedules")
-SOURCES = Registry("data source", SourceKind, "raypp.data", "read", "raypp.data_sources")
+SCHEDULES = Registry("schedule", ScheduleKind, "raypp.planning.schedules", "build", "raypp.schedules")
+SOURCES = Registry("data source", SourceKind, "raypp.rank.data", "read", "raypp.data_sources")
 STORES = Registry("store", StoreKind, "raypp.storage", "open_url", "raypp.stores")
-OPTIMIZERS = Registry("optimizer", OptimizerKind, "raypp.train", "build", "raypp.optimizers")
-POLICIES = Registry("recovery policy", PolicyKind, "raypp.recovery.policies", "build", "raypp.recovery_policies")
-TRACKERS = Registry("tracker", TrackerKind, "raypp.observe.trackers", "open_tracker", "raypp.trackers")
+OPTIMIZERS = Registry("optimizer", OptimizerKind, "raypp.rank.optimizers", "build", "raypp.optimizers")
+POLICIES = Registry(
+    "recovery policy", PolicyKind, "raypp.control.recovery.policies", "build", "raypp.recovery_policies"
+)
+TRACKERS = Registry("tracker", TrackerKind, "raypp.state.run_records.trackers", "open_tracker", "raypp.trackers")
 
 
 def known_source(name: str) -> SourceKind | None:
@@ -220,11 +196,8 @@ def known_source(name: str) -> SourceKind | None:
 
 
 def store_kind(url: str, *, key: str = "") -> StoreKind:
-    """Returns the kind of store of a URL. A plain path means a directory.
-
-    Raises:
-        JobError: No store has that scheme.
-    """
+    """Returns the kind of store of a URL. A plain path means a directory. Raises JobError: no store
+    has that scheme."""
     match = _SCHEME.match(url)
     if match is None:
         return STORES.get("file")
@@ -232,11 +205,8 @@ def store_kind(url: str, *, key: str = "") -> StoreKind:
 
 
 def keeps_data_elsewhere(path: str) -> bool:
-    """Whether a `data.path` is the URL of objects in a store rather than a path of files.
-
-    Raises:
-        JobError: No store has that scheme, or that store holds no data.
-    """
+    """Whether a `data.path` is the URL of objects in a store rather than a path of files. Raises
+    JobError: no store has that scheme, or that store holds no data."""
     if _SCHEME.match(path) is None:
         return False
     kind = store_kind(path)

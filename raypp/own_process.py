@@ -10,25 +10,17 @@ import psutil
 
 @dataclass(frozen=True)
 class OwnProcess:
-    """A process that raypp started, or that started raypp.
-
-    Attributes:
-        pid: Its process id.
-        started: When it started, in seconds; distinguishes it from a later process with the same
-            pid. On Linux, from the start of the machine: counted from 1970, it would change with
-            each step of the clock.
-    """
+    """A process that raypp started, or that started raypp. `pid`: its process id. `started`: when
+    it started, in seconds; distinguishes it from a later process with the same pid. On Linux, from
+    the start of the machine: counted from 1970, it would change with each step of the clock."""
 
     pid: int
     started: float
 
     @classmethod
     def of(cls, pid: int) -> OwnProcess:
-        """Returns the process that currently has this pid.
-
-        Raises:
-            ProcessLookupError: There is none.
-        """
+        """Returns the process that currently has this pid. Raises ProcessLookupError: there is
+        none."""
         try:
             return cls(pid, _started(psutil.Process(pid)))
         except psutil.NoSuchProcess:

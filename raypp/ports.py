@@ -30,11 +30,8 @@ def place_of(address: str, port: int) -> str:
 
 
 def address_towards(name: str) -> str:
-    """Returns this machine's address on the way to another, of IPv4 if there is a choice.
-
-    Raises:
-        OSError: The name has no address here, or there is no way.
-    """
+    """Returns this machine's address on the way to another, of IPv4 if there is a choice. Raises
+    OSError: the name has no address here, or there is no way."""
     found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     family, _, _, _, there = min(found, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -77,11 +74,8 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 @contextmanager
 def held_port(port: int, host: str = "127.0.0.1") -> Iterator[bool]:
-    """Claims a port that the caller chose, until a server listens on it.
-
-    Yields:
-        Whether it is free, and no other process of this host has claimed it.
-    """
+    """Claims a port that the caller chose, until a server listens on it. Yields whether it is free,
+    and no other process of this host has claimed it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with claim:
         yield _name(claim, port) and port_is_free(port, host)
@@ -100,10 +94,8 @@ def _claim(port: int) -> bool:
 
 
 def _name(claim: socket.socket, port: int) -> bool:
-    """Gives a socket the name of a port; False if another one has it.
-
-    The name is an abstract Unix address: it belongs to one network namespace and is not a file.
-    """
+    """Gives a socket the name of a port; False if another one has it. The name is an abstract Unix
+    address: it belongs to one network namespace and is not a file."""
     try:
         claim.bind(f"\0raypp-port-{port}")
     except OSError as error:

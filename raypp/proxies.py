@@ -34,8 +34,7 @@ def proxy_for(url: str) -> str:
 
 def loopback_without_proxy() -> dict[str, str]:
     """Returns variables for processes that serve or use a cluster on loopback: its addresses join
-    NO_PROXY, for the libraries that these processes use. Empty if no proxy is set.
-    """
+    NO_PROXY, for the libraries that these processes use. Empty if no proxy is set."""
     from urllib.request import getproxies
 
     if not getproxies():

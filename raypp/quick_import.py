@@ -1,8 +1,5 @@
-"""Imports large modules without garbage collections.
-
-The objects of torch and Ray are never freed. Collections that scan them again and again take a
-quarter of the time of the imports.
-"""
+"""Imports large modules without garbage collections. The objects of torch and Ray are never freed.
+Collections that scan them again and again take a quarter of the time of the imports."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ from types import ModuleType
 
 
 def quick_import(name: str) -> ModuleType:
-    """Imports a module; later collections do not scan the objects that exist by then.
-
-    Call it before this process has garbage, which would never be freed.
-    """
+    """Imports a module; later collections do not scan the objects that exist by then. Call it
+    before this process has garbage, which would never be freed."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -71,7 +71,7 @@ AXES = (
     Axis("cp", shards=True, fixed=True),
 )
 """The axes of the mesh, slowest first. A new one is a row here, a field of `Coordinates`, a key of
-`raypp.spec.job.MeshSection`, and what its ranks do. `ep` is none: it divides those that shard."""
+`raypp.job.job.MeshSection`, and what its ranks do. `ep` is none: it divides those that shard."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,8 @@ class Coordinates:
         return tuple(vars(self).values())[1:]
 
     def label(self, sizes: Coordinates) -> str:
-        """Returns a short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
-
-        Args:
-            sizes: The length of each axis (a `Coordinates` used as the mesh's shape).
-        """
+        """Returns a short name that shows pp and every axis longer than 1: `pp0-fsdp1`. `sizes`:
+        the length of each axis (a `Coordinates` used as the mesh's shape)."""
         return "-".join([f"pp{self.pp}", *self.row_label(sizes)])
 
     def row_label(self, sizes: Coordinates) -> list[str]:
@@ -117,11 +114,8 @@ class Coordinates:
         return [f"{axis.short or axis.name}{getattr(self, axis.name)}" for axis in shown]
 
     def replica(self, sizes: Coordinates) -> int:
-        """Returns the replica whose rows a rank at this place reads.
-
-        Args:
-            sizes: The length of each axis.
-        """
+        """Returns the replica whose rows a rank at this place reads. `sizes`: the length of each
+        axis."""
         replica = 0
         for axis in AXES:
             if axis.rows:
@@ -139,13 +133,9 @@ ONE_RANK = Coordinates(*[1] * len(AXES))
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Where a worker runs, as it reports before seats are assigned.
-
-    Attributes:
-        site: The Ray label `site` of its node, "" if it has none.
-        compiler: Whether there is a C compiler.
-        network_gbps: Gbit/s of one connection to another node; 0 if unknown.
-    """
+    """Where a worker runs, as it reports before seats are assigned. `site`: the Ray label `site` of
+    its node, "" if it has none. `compiler`: whether there is a C compiler. `network_gbps`: Gbit/s
+    of one connection to another node; 0 if unknown."""
 
     node_id: str
     ip: str
@@ -216,17 +206,44 @@ class StepReport:
     On a GPU, the last two are of the step before: they end after their step's report.
     """
     extras: dict[str, float] = field(default_factory=dict)
-    """Values that only some models have: aux_loss and z_loss with experts."""
+    """Values that only some models have: aux_loss and z_loss with experts; in fp16 the step's
+    loss_scale, and overflows, the steps of the run until it that overflowed and made no update."""
     wire_bytes: Count = 0
     """Bytes sent between stages in this step, by all ranks."""
     compressed: bool = False
-    """Whether messages are compressed; only then is `wire_bytes` in the history."""
+    """Whether messages are compressed; only then, or with replicas, is `wire_bytes` in the history.
+    """
+    replica_bytes: Count | None = None
+    """Bytes that all ranks send to other replicas for this step: sums of gradients, or weights at
+    an outer step; by size, as `raypp plan` counts them. None: there are none."""
+    flops: float = 0.0
+    """FLOPs of the model in this step, all ranks together: 6 N per token and attention within
+    documents; recomputation and padding do not count."""
+    gpus: Count = 0
+    """GPUs that computed them; 0 on CPUs."""
+    peak_tflops: float = 0.0
+    """TFLOP/s of one of them by its data sheet; 0: unknown."""
     peak_bytes: list[Count] = field(default_factory=list, compare=False)
     """Most memory that a rank of each pipeline rank has used before this step, in this process: of
     tensors on a GPU, of the process on a CPU."""
     alloc_retries: Count = field(default=0, compare=False)
     """How often torch's allocator had to give back what it kept, and wait for the device, on the
     GPU where it did most, in this process before this step. Each costs milliseconds or more."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The values that not every run has: bytes that were sent; on GPUs `tflops` of each, and
+        `mfu`, its share of the peak, where that is known; then the extras."""
+        values: dict[str, float] = {}
+        if self.compressed or self.replica_bytes is not None:
+            values["wire_bytes"] = self.wire_bytes
+        if self.replica_bytes is not None:
+            values["replica_bytes"] = self.replica_bytes
+        if self.gpus and self.step_s:
+            values["tflops"] = self.flops / self.step_s / self.gpus / 1e12
+            if self.peak_tflops:
+                values["mfu"] = values["tflops"] / self.peak_tflops
+        return values | self.extras
 
 
 @dataclass(frozen=True)
@@ -251,11 +268,13 @@ EventKind = Literal[
     "waiting", "controller_restarted", "takeover_refused", "spares_held", "spares_missing", "spares_released",
     # of ranks that start
     "attention", "compile", "cuda", "data", "lookahead", "mixed_devices", "network", "offload", "refused_connection",
-    "checkpoint_rejected", "learning_rate", "loaded_from_hf", "resumed", "restored", "sync", "first_step",
+    "checkpoint_rejected", "learning_rate", "loaded_from_hf", "loaded_from_run", "resumed", "restored", "sync",
+    "first_step",
     # of ranks that train
-    "evaluated", "sampled", "loss_spike", "straggler", "step_skipped", "preemption_notice", "traced", "trace_failed",
-    "committed", "save_failed", "save_skipped", "save_waited", "prune_failed", "leftovers_removed", "store_limited",
-    "memory_tier", "memory_tier_off", "memory_tier_reduced", "tracking", "tracker_stopped", "tracker_dropped",
+    "evaluated", "sampled", "loss_spike", "straggler", "step_skipped", "loss_scale", "preemption_notice", "traced",
+    "trace_failed", "committed", "save_failed", "save_skipped", "save_waited", "prune_failed", "leftovers_removed",
+    "store_limited", "memory_tier", "memory_tier_off", "memory_tier_reduced", "tracking", "tracker_stopped",
+    "tracker_dropped", "on_end_failed",
 ]  # fmt: skip
 """Every kind of event that raypp writes."""
 END_EVENTS: dict[RunState, EventKind] = {
@@ -268,12 +287,9 @@ END_EVENTS: dict[RunState, EventKind] = {
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run, described for people; no decision depends on it.
-
-    Attributes:
-        kind: What it is. Another raypp may have written others.
-        details: Values for programs (rank, node, cause, object keys, seconds).
-    """
+    """Something that happened to a run, described for people; no decision depends on it. `kind`:
+    what it is. Another raypp may have written others. `details`: values for programs (rank, node,
+    cause, object keys, seconds)."""
 
     kind: Annotated[EventKind, AnyText]
     message: str
@@ -304,14 +320,9 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Requests:
-    """The operator's requests to the ranks.
-
-    Every rank polls its own copy. The ranks agree on the step at which they act, by the collective
-    that starts each step.
-
-    Attributes:
-        trace: Number of steps to trace from this one on.
-    """
+    """The operator's requests to the ranks. Every rank polls its own copy. The ranks agree on the
+    step at which they act, by the collective that starts each step. `trace`: number of steps to
+    trace from this one on."""
 
     save: bool = False
     stop: bool = False
@@ -320,30 +331,19 @@ class Requests:
 
 
 class Reporter(Protocol):
-    """The rank's only way to report; control, torchrun and tests each provide their own.
-
-    All methods are cheap and never raise; they may be called from any thread of the rank.
-    """
+    """The rank's only way to report; control, torchrun and tests each provide their own. All
+    methods are cheap and never raise; they may be called from any thread of the rank."""
 
     def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
-        """Reports what the rank is doing (rendezvous, build, load, step 12 forward 3 …).
-
-        Args:
-            name: The phase.
-            detail: What it does in this phase.
-            reached: Tells, to any thread and without waiting, whether the device has come to where
-                its host queued this. None: the host does it itself.
-        """
-        ...
+        """Reports what the rank is doing (rendezvous, build, load, step 12 forward 3 …). `detail`:
+        what it does in this phase. `reached`: tells, to any thread and without waiting, whether the
+        device has come to where its host queued this. None: the host does it itself."""
 
     def step(self, report: StepReport) -> None:
         """Reports a finished step. Called on rank 0 only."""
-        ...
 
     def event(self, event: Event) -> None:
         """Reports an event."""
-        ...
 
     def requests(self) -> Requests:
         """Returns the operator's current requests. Called once per step."""
-        ...

@@ -59,11 +59,8 @@ class Kind:
         return cls(name, "your own")
 
     def build(self) -> Callable[..., Any]:
-        """Returns the builder. Imports it now if it was given by name.
-
-        Raises:
-            JobError: The kind is not available, or its builder cannot be imported.
-        """
+        """Returns the builder. Imports it now if it was given by name. Raises JobError: the kind is
+        not available, or its builder cannot be imported."""
         if not self.available:
             raise JobError(Problem("", f"{self.name} is not available yet ({self.summary})"))
         return load_object(self.builder) if isinstance(self.builder, str) else self.builder
@@ -109,16 +106,9 @@ class Registry(Generic[K]):
 
     def get(self, name: str, *, key: str = "", fix: str = "") -> K:
         """Returns the kind of that name, or a user's own kind given as `module.path:function`.
-
-        Args:
-            name: Value in the job file.
-            key: Its key, for errors.
-            fix: Fix to suggest if no name is close to this one.
-
-        Raises:
-            JobError: There is no such kind. The message lists the kinds and suggests the closest
-                name. Or the declaration of a user's own kind cannot be read.
-        """
+        `name`: value in the job file. `fix`: fix to suggest if no name is close to this one. Raises
+        JobError: there is no such kind. The message lists the kinds and suggests the closest name.
+        Or the declaration of a user's own kind cannot be read."""
         if name in self._in_raypp:
             return self._in_raypp[name]
         if ":" in name:
@@ -164,11 +154,8 @@ class Registry(Generic[K]):
         return self._entry(*arguments, **keywords | {"builder": builder})
 
     def _own(self, name: str, value: str, key: str = "") -> K:
-        """Returns a user's own kind: the one its module declares, else `undeclared`.
-
-        Raises:
-            JobError: The declaration cannot be read.
-        """
+        """Returns a user's own kind: the one its module declares, else `undeclared`. Raises
+        JobError: the declaration cannot be read."""
         module, _, function = value.partition(":")
         spec = _spec(module)
         builder = f"{module}:{function or self._function}"
@@ -186,10 +173,8 @@ class Registry(Generic[K]):
         return replace(declared or self._entry.undeclared(name), name=name, builder=builder, own=True)
 
     def _installed_kind(self, name: str, value: str) -> K:
-        """Returns a kind of an installed package.
-
-        It is marked as not available if its module cannot be found.
-        """
+        """Returns a kind of an installed package. It is marked as not available if its module
+        cannot be found."""
         kind = self._own(name, value)
         module = value.partition(":")[0]
         return kind if is_module(module) else replace(kind, available=False, summary=f"cannot import {module}")
@@ -218,10 +203,7 @@ def _not_imported(path: str, error: BaseException) -> JobError:
 
 def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]] | None:
     """Returns the arguments of `KIND = class_name(…)` in a file; None if there is no such line.
-
-    Raises:
-        ValueError: An argument is not a literal.
-    """
+    Raises ValueError: an argument is not a literal."""
     text = file.read_text(encoding="utf-8")
     opening = f"{DECLARATION} = {class_name}("
     start = 0 if text.startswith(opening) else text.find(f"\n{opening}") + 1
@@ -247,12 +229,8 @@ def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]
 
 
 def load_object(path: str) -> Any:
-    """Imports `package.module:attribute`.
-
-    Raises:
-        JobError: The module or the attribute does not exist, or the module raises an error. The
-            message says which.
-    """
+    """Imports `package.module:attribute`. Raises JobError: the module or the attribute does not
+    exist, or the module raises an error. The message says which."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

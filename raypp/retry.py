@@ -18,8 +18,6 @@ class Backoff:
 
     Attributes:
         timeout_s: Seconds from the first failure after which no try begins.
-        first_s: The first pause.
-        longest_s: The longest pause.
         factor: Each pause is this many times as long as the one before.
         jitter: Share of each pause that is drawn at random, so that many processes do not retry at
             the same moment.
@@ -50,15 +48,10 @@ class Backoff:
         may_pass: Callable[[Exception], bool],
         wait: Callable[[float], bool | None] | None = None,
     ) -> T:
-        """Calls a function until it succeeds.
-
-        Args:
-            may_pass: Whether an exception may be temporary; any other is raised at once.
-            wait: Waits for so many seconds, and returns True to give up; None to sleep.
-
-        Raises:
-            Exception: The function's last one, when it is not temporary or the time is up.
-        """
+        """Calls a function until it succeeds. `may_pass`: whether an exception may be temporary;
+        any other is raised at once. `wait`: waits for so many seconds, and returns True to give up;
+        None to sleep. Raises Exception: the function's last one, when it is not temporary or the
+        time is up."""
         pauses = self.pauses()
         while True:
             try:

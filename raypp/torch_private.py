@@ -72,14 +72,8 @@ class ChunkStage(PipelineStage):
         `_validate_fwd_input`, `_validate_fwd_outputs`: A forward of 2.11 checks shapes in them. Not
             in 2.13.
 
-    Legend: B rows, T tokens, C hidden size.
-
-    Args:
-        module: The stage's module; if it is sharded, it must itself be FSDP's root.
-        index: Its index.
-        num_stages: Number of stages.
-        device: The device that computes.
-        group: The group of the pipeline's ranks.
+    Legend: B rows, T tokens, C hidden size. A `module` that is sharded must itself be FSDP's root.
+    `group`: the pipeline's ranks.
     """
 
     def __init__(
@@ -108,10 +102,8 @@ class ChunkStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Runs torch's forward without keyword arguments in the saved inputs.
-
-        torch 2.11 would treat each of them as an input that requires a gradient.
-        """
+        """Runs torch's forward without keyword arguments in the saved inputs. torch 2.11 would
+        treat each of them as an input that requires a gradient."""
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         self.fwd_cache[fwd_chunk_id] = (outputs, inputs[:1])
@@ -138,27 +130,21 @@ class ChunkStage(PipelineStage):
 
 
 def allocate(module: nn.Module, memory: Callable[[Tensor], Tensor]) -> None:
-    """Replaces every parameter and buffer `[...]` of a module by what `memory` returns for it.
-
-    Uses `nn.Module._apply`, which FSDP extends; `nn.Module.to_empty` is made of it. Since 2.4.
-    """
+    """Replaces every parameter and buffer `[...]` of a module by what `memory` returns for it. Uses
+    `nn.Module._apply`, which FSDP extends; `nn.Module.to_empty` is made of it. Since 2.4."""
     module._apply(memory)  # type: ignore[no-untyped-call]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Replaces the local part `[...]` of a DTensor, also by one in host memory.
-
-    The DTensor keeps its own device, so it still takes gradients of that device. Sets
-    `DTensor._local_tensor`, as FSDP does. Since 2.4.
-    """
+    """Replaces the local part `[...]` of a DTensor, also by one in host memory. The DTensor keeps
+    its own device, so it still takes gradients of that device. Sets `DTensor._local_tensor`, as
+    FSDP does. Since 2.4."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def run_step_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Calls what an optimizer calls before it changes the weights, for a change by others.
-
-    Reads `Optimizer._optimizer_step_pre_hooks`. Since 2.4.
-    """
+    """Calls what an optimizer calls before it changes the weights, for a change by others. Reads
+    `Optimizer._optimizer_step_pre_hooks`. Since 2.4."""
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, (), {})
 
@@ -169,11 +155,9 @@ def run_step_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def integer_weights() -> Iterator[None]:
     """Lets `fully_shard` take frozen integer parameters while the context is active.
-
     `fsdp._fully_shard._fsdp_param.nn`: FSDP of torch 2.11 makes every sharded parameter there one
     that requires a gradient, which integers cannot, and corrects that in its next line. Later
-    releases make it right, and this changes nothing.
-    """
+    releases make it right, and this changes nothing."""
 
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
@@ -209,24 +193,16 @@ def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:
 
 
 def gather_from(record: Any, shard: Tensor) -> None:
-    """Makes FSDP gather a parameter from another shard `[padded elements]`.
-
-    It may have the dtype that FSDP gathers in; FSDP then casts nothing.
-
-    Args:
-        record: From `fsdp_shards`.
-        shard: Of the same number of elements.
-    """
+    """Makes FSDP gather a parameter from another shard `[padded elements]`. It may have the dtype
+    that FSDP gathers in; FSDP then casts nothing. `record`: from `fsdp_shards`."""
     record._sharded_param_data = shard
 
 
 def add_to_sums(module: Any) -> None:
     """Adds the gradients that lie at a module's gathered weights to FSDP's sums, in their dtype.
-
     FSDP does so at the end of a backward. A separate backward of the weights has no such end, and
     the next one would add to gradients in the dtype of the computation. Uses `FSDPParam`'s
-    `accumulate_unsharded_grad_if_needed` and `to_accumulated_grad_if_needed`. Since 2.4.
-    """
+    `accumulate_unsharded_grad_if_needed` and `to_accumulated_grad_if_needed`. Since 2.4."""
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
         record.accumulate_unsharded_grad_if_needed()  # to the sum, if there is one
         record.to_accumulated_grad_if_needed()  # a sum of its own, if there is none
@@ -234,9 +210,7 @@ def add_to_sums(module: Any) -> None:
 
 def take_sums(module: Any) -> list[tuple[Any, str, Tensor]]:
     """Takes away the gradients that FSDP holds for a module and has not reduced, for `put_sums`.
-
-    They are at `FSDPParam.unsharded_param` and `unsharded_accumulated_grad`. Since 2.4.
-    """
+    They are at `FSDPParam.unsharded_param` and `unsharded_accumulated_grad`. Since 2.4."""
     taken = []
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
         for holder, name in ((record.unsharded_param, "grad"), (record, "unsharded_accumulated_grad")):
@@ -254,20 +228,16 @@ def put_sums(taken: list[tuple[Any, str, Tensor]]) -> None:
 
 def end_backward(module: Any) -> None:
     """Lets FSDP reduce the gradients of one of its modules, as at the end of the module's backward.
-
-    Uses `FSDPParamGroup.post_backward`. Since 2.6; several groups of a module since 2.13.
-    """
+    Uses `FSDPParamGroup.post_backward`. Since 2.6; several groups of a module since 2.13."""
     for group in reversed(_fsdp_groups(module)):
         group.post_backward()
 
 
 def sum_shards_in(module: Any, dtype: torch.dtype) -> None:
     """Makes FSDP keep and add up the summed gradients of a module in `dtype`, not in the weights'.
-
     The parameters must accept such gradients (`grad_dtype`). Changes `FSDPParamGroup._orig_dtype`
     whenever `_init_mp_dtypes` has set it, which FSDP calls when it starts. Since 2.4; several
-    groups of a module since 2.13.
-    """
+    groups of a module since 2.13."""
 
     def changed(group: Any, begin: Any) -> None:
         begin()
@@ -305,9 +275,7 @@ def take_replica_sum(module: Any) -> dist.ProcessGroup | None:
 
 def reduced_together(module: Any) -> list[nn.Parameter]:
     """Returns the parameters whose gradients a module of FSDP reduces as one flat tensor, in order.
-
-    Uses `FSDPParam.sharded_param`. Since 2.6; several groups of a module since 2.13.
-    """
+    Uses `FSDPParam.sharded_param`. Since 2.6; several groups of a module since 2.13."""
     return [one.sharded_param for group in _fsdp_groups(module) for one in group.fsdp_params]
 
 
@@ -359,11 +327,9 @@ foreach_mul_ = torch._foreach_mul_
 
 
 def backends_on(device: torch.device) -> list[Any]:
-    """Returns the backends of all of this process's groups for a device.
-
-    Callers abort them, and ask NCCL's for errors (`get_error`, since 2.6). Uses
-    `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
-    """
+    """Returns the backends of all of this process's groups for a device. Callers abort them, and
+    ask NCCL's for errors (`get_error`, since 2.6). Uses `distributed_c10d._world.pg_map` and
+    `ProcessGroup._get_backend`. Since 2.4."""
     backends = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):  # a group without this device
@@ -372,19 +338,15 @@ def backends_on(device: torch.device) -> list[Any]:
 
 
 def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
-    """Sets how long operations of a group's backend may take that begin from now on.
-
-    Uses `Backend._set_default_timeout`. Since 2.4.
-    """
+    """Sets how long operations of a group's backend may take that begin from now on. Uses
+    `Backend._set_default_timeout`. Since 2.4."""
     backend._set_default_timeout(timeout)
 
 
 def flight_record() -> str:
-    """Returns the record of this process' latest collectives as JSON; "" if torch has none.
-
-    Uses `_C._distributed_c10d._dump_nccl_trace_json`, in builds with NCCL since 2.5, and on CPUs
-    `_dump_fr_trace_json`, since 2.8.
-    """
+    """Returns the record of this process' latest collectives as JSON; "" if torch has none. Uses
+    `_C._distributed_c10d._dump_nccl_trace_json`, in builds with NCCL since 2.5, and on CPUs
+    `_dump_fr_trace_json`, since 2.8."""
     name = "_dump_nccl_trace_json" if torch.cuda.is_initialized() else "_dump_fr_trace_json"  # type: ignore[no-untyped-call]
     dump = getattr(torch._C._distributed_c10d, name, None)
     return dump(True, False).decode() if dump is not None else ""
@@ -392,10 +354,8 @@ def flight_record() -> str:
 
 def restart_group_names() -> None:
     """Makes the next group get the name "0", as in a new process. Call it while no group exists.
-
     Sets `distributed_c10d._world.group_count`. A group's name is this count and is part of its keys
-    in the store; a join that failed half-way leaves it increased. Since 2.4.
-    """
+    in the store; a join that failed half-way leaves it increased. Since 2.4."""
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -422,12 +382,10 @@ def inductor_config() -> Any:
 
 
 def register_fake_device(name: str, module: Any) -> None:
-    """Makes `name` a device of this process, permanently; `module` is its `torch.<name>`.
-
-    Also gives it the process group backend `fake_<name>`, which moves no data. Uses
+    """Makes `name` a device of this process, permanently; `module` is its `torch.<name>`. Also
+    gives it the process group backend `fake_<name>`, which moves no data. Uses
     `utils.backend_registration._setup_privateuseone_for_python_backend`, since 2.10, and
-    `testing._internal.distributed.fake_pg`, since 2.4.
-    """
+    `testing._internal.distributed.fake_pg`, since 2.4."""
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -436,11 +394,9 @@ def register_fake_device(name: str, module: Any) -> None:
 
 
 def fake_tensors() -> Any:
-    """Returns a context in which operators compute shapes and devices only, not values.
-
-    An operator that needs a value, or tensors of two devices, raises. Uses
-    `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4.
-    """
+    """Returns a context in which operators compute shapes and devices only, not values. An operator
+    that needs a value, or tensors of two devices, raises. Uses
+    `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -53,9 +53,11 @@ def main(runs: int, load: int, freeze: bool, out: Path, tests: tuple[str, ...]) 
             codes.append(_run(folder.absolute(), tests))
             found.append({path.stem: outcomes_in(path) for path in sorted(folder.glob("*.xml"))})
             counts = Counter(outcome for tier in found[-1].values() for outcome in tier.values())
-            told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _WORST if counts[outcome]) or "no results"
+            reported = (
+                ", ".join(f"{counts[outcome]} {outcome}" for outcome in _WORST if counts[outcome]) or "no results"
+            )
             took = time.monotonic() - begun
-            print(f"run {number} of {runs}: exit {codes[-1]}, {told}, {took:.0f} s ({folder}/output)", flush=True)
+            print(f"run {number} of {runs}: exit {codes[-1]}, {reported}, {took:.0f} s ({folder}/output)", flush=True)
     lines = not_always_green(found)
     green = sum(code == 0 for code in codes)
     print(f"{green} of {runs} runs were green beside {load} busy processes")

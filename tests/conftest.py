@@ -69,7 +69,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     from laptop import Laptop
     from one_at_a_time import one_at_a_time
 
-    from raypp.memory.files import parse_name, remove_dead
+    from raypp.state.memory.files import parse_name, remove_dead
 
     with one_at_a_time():
         laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
@@ -88,11 +88,12 @@ def undisturbed(laptop: Laptop) -> Run:
     """The reference: the small job, submitted and followed to its end without a fault."""
     from held_back import held_back
 
-    run = laptop.start(laptop.job("undisturbed"), "--json")
+    told, place = {"on_end": {"command": "sh -c 'cat > $TOLD'"}}, {"TOLD": f"{laptop.directory}/told.json"}
+    run = laptop.start(laptop.job("undisturbed", observe=told, resources__env=place), "--json")
     with held_back([rank.pid for rank in run.wait_titles().values()]):
         run.seen_alive = run.facts_while_alive()
     run.wait()
-    assert run.exit_code == 0, run.told()
+    assert run.exit_code == 0, run.describe()
     return run
 
 

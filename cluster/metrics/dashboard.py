@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raypp.observe import quantities as names
-from raypp.observe.quantities import Metric
+from raypp.state.run_records import quantities as names
+from raypp.state.run_records.quantities import Metric
 
 _HALF, _HEIGHT = 12, 8
 _RUN = '{run=~"$run"}'

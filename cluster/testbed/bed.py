@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 
 from cluster.testbed.network import PREFIX, Cut, Network, remove_leftovers, why_not
-from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.ray_head import START_NODE, short_temporary_directory
-from raypp.clusters.seaweed import SeaweedServer
-from raypp.clusters.user_folder import private_directory, write_private
+from raypp.control.clusters.dashboard import Dashboard, NodeResources
+from raypp.control.clusters.ray_head import START_NODE, short_temporary_directory
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.errors import JobError, Problem, RayppError
+from raypp.user_folder import private_directory, write_private
 
 BUCKET = "raypp"
 HEALTH_CHECK = {

@@ -7,20 +7,22 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from raypp.api.submission import Say
-from raypp.checkpoint.commit import Commit, list_checkpoints
-from raypp.checkpoint.layout import split_location
-from raypp.checkpoint.saved_tensors import SavedTensors
-from raypp.clusters import known_runs
-from raypp.clusters.find import lend_store_settings
-from raypp.clusters.known_jobs import NOT_YOURS, guarded, read_job
+from raypp.control.clusters import known_runs
+from raypp.control.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.export_adapter import export_adapter
-from raypp.hf.export_model import export_hf
-from raypp.hf.original import saved_options
-from raypp.inference.source import newest_checkpoint
-from raypp.spec import precision
-from raypp.spec.models import LoraOptions
+from raypp.job import precision
+from raypp.job.models import LoraOptions
+from raypp.state.checkpoint.commit import Commit
+from raypp.state.checkpoint.known_jobs import NOT_YOURS, guarded, read_job
+from raypp.state.checkpoint.layout import split_location, step_folder
+from raypp.state.checkpoint.retention import BestOf
+from raypp.state.checkpoint.saved_tensors import SavedTensors
+from raypp.state.hf.original import saved_options
+from raypp.state.run_records.reader import RunReader
 from raypp.storage import ObjectStore, open_for_others, open_store
+from raypp.tools.export.export_adapter import export_adapter
+from raypp.tools.export.export_model import export_hf
+from raypp.tools.inference.source import committed_steps, newest_checkpoint
 from raypp.untrusted.text import visible
 
 DTYPES = {name: dtype.saved for name, dtype in precision.DTYPES.items()} | {"fp16": "F16"}
@@ -28,11 +30,8 @@ _SHOWN = 5
 
 
 def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`.
-
-    Raises:
-        JobError: The store contains nothing of that run.
-    """
+    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`. Raises
+    JobError: the store contains nothing of that run."""
     url, name, step = split_location(argument)
     place = known_runs.locate_run(name if url is None else f"{url}/{name}")
     store = open_store(place.url)
@@ -43,31 +42,11 @@ def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
     return store, name, step
 
 
-def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int]:
-    """Returns the committed steps of a run, or only the requested one.
-
-    Raises:
-        JobError: The requested step is not committed.
-    """
-    steps = [checkpoint.step for checkpoint in list_checkpoints(store, name)]
-    if only is None:
-        return steps
-    if only not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise JobError(Problem("RUN", f"step {only} of {name} is not committed", f"committed steps: {there}"))
-    return [only]
-
-
 def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, SavedTensors]:
-    """Returns the checkpoint that an argument refers to.
-
-    Without a step, the newest one of which COMMIT and all headers can be read; `say` gets which
-    ones cannot.
-
-    Raises:
-        JobError: There is no such run, or no such step.
-        CheckpointError: The run has no checkpoint, or none can be read.
-    """
+    """Returns the checkpoint that an argument refers to. Without a step, the newest one of which
+    COMMIT and all headers can be read; `say` gets which ones cannot. Raises JobError: there is no
+    such run, or no such step. Raises CheckpointError: the run has no checkpoint, or none can be
+    read."""
     store, name, step = open_run(argument)
     commit, tensors, unusable = newest_checkpoint(store, name, step)
     if unusable:
@@ -76,9 +55,18 @@ def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, Saved
     return store, commit, tensors
 
 
-def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
-    place = f"{store.url}/{name}"
-    return CheckpointError(Problem(place, "has no committed checkpoint", "wait for the run's first save"))
+def best_checkpoint(argument: str) -> str:
+    """Returns URL/NAME/step-N of a run's checkpoint with the least loss on the held-out part.
+    Raises JobError: the argument names a step, or no checkpoint was evaluated."""
+    store, name, step = open_run(argument)
+    if step is not None:
+        raise JobError(Problem("--best", f"step {step} is named, too", "leave out one of the two"))
+    losses = RunReader(store, name).eval_losses()
+    found = BestOf(1, losses).among(committed_steps(store, name, None))
+    if not found:
+        fault = f"no checkpoint of {name} was evaluated"
+        raise JobError(Problem("--best", fault, "set train.eval_every_steps and checkpoint.best, or name a step"))
+    return f"{store.url.rstrip('/')}/{step_folder(name, found[0])}"
 
 
 def export(
@@ -89,6 +77,7 @@ def export(
     shard_gb: float = 5.0,
     adapter: bool = False,
     merged: bool = False,
+    best: bool = False,
     tokenizer: str | None = None,
     trust: bool = False,
     progress: Callable[[int], None] = lambda _bytes: None,
@@ -102,10 +91,10 @@ def export(
         dtype: Of the exported tensors, fp32, bf16 or fp16; None: as saved.
         shard_gb: Largest size of a file.
         adapter, merged: Of a run with adapters: these in PEFT's format, or the whole model.
+        best: The checkpoint with the least loss on the held-out part, in place of the newest.
         tokenizer: The tokenizer to write; None: that of the run's data.
         trust: Whether files of this machine that the run's job names are read, whoever wrote it.
-        progress: Gets the bytes of each part that is written.
-        say: Gets remarks.
+        progress, say: Get the bytes of each part that is written, and remarks.
 
     Returns:
         What `raypp checkpoints export --json` prints.
@@ -114,7 +103,7 @@ def export(
         JobError: There is no such run or step, or the target holds a model already.
         CheckpointError: The checkpoint cannot be read.
     """
-    store, commit, _ = open_checkpoint(run, say)
+    store, commit, _ = open_checkpoint(best_checkpoint(run) if best else run, say)
     commit = replace(commit, job=guarded(commit.job, trust=trust))
     options = saved_options(store, commit)
     _check_form(options.lora, commit, adapter, merged, dtype)

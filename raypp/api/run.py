@@ -1,177 +1,45 @@
-"""A run from Python: `raypp.submit` and `raypp.run` return one; texts of its model."""
+"""What a script or a notebook calls: `raypp.load_job`, `raypp.submit`, `raypp.run`; a run."""
 
 from __future__ import annotations
 
 import html
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypp.api.find_run import POLL_S, ended_status, find_run, follow, open_reader, present_status
-from raypp.checkpoint.retention import delete_run
-from raypp.clusters import known_runs
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
-from raypp.control import client
-from raypp.control.inference_client import use_on_cluster
-from raypp.data.tokenizer import PromptTokenizer
-from raypp.errors import CheckpointError, JobError, Problem, RunFailedError
-from raypp.inference.processes import Generators, NewToken
-from raypp.inference.prompts import Answer, end_ids
-from raypp.inference.source import Source
-from raypp.observe.json_lines import LogLine
-from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, is_final, loss_text, mesh_text, quantity
-from raypp.records import Event, RunState
-from raypp.untrusted.text import shell_word
+from raypp.api.checked_job import checked, load_checked_job
+from raypp.api.run_control import RunControl
+from raypp.api.submission import enqueue, prepare, start
+from raypp.control.clusters import known_runs
+from raypp.control.queue import client
+from raypp.control.queue.ticket import Priority, place_in_words, place_of
+from raypp.job.job import Job
+from raypp.job.job_file import job_file
+from raypp.state.run_records.status import loss_text, mesh_text, speed_text
+
+_log = logging.getLogger("raypp")
 
 
-class Run:
-    """A run: its records, and commands to it.
+class Run(RunControl):
+    """A run, and what its checkpoints are used for. Every method raises `StoreError` if the store
+    does not answer. The dictionaries are those of the commands' `--json`."""
 
-    Every method raises `StoreError` if the store does not answer. The dictionaries are those of the
-    commands' `--json`.
+    def queued(self) -> dict[str, Any] | None:
+        """Returns the run's `place` in its cluster's line, the names `before` it, `expected_start`
+        in seconds since 1970 or None, and the rest of its row of `raypp.queue()`; None if it does
+        not wait. Raises UnreachableError: the cluster does not answer."""
+        cluster = known_runs.cluster_of(self.place)
+        return place_of(self.name, self.place.url, client.show(cluster)) if client.line_exists(cluster) else None
 
-    Args:
-        place: Where it is stored, and where it runs.
-        reader: Its records.
-    """
-
-    def __init__(self, place: RunPlace, reader: RunReader | None = None) -> None:
-        self.place = place
-        self._reader = reader or open_reader(place)
-
-    @classmethod
-    def find(cls, name: str) -> Run:
-        """Returns the run of a name, or of URL/NAME.
-
-        Raises:
-            JobError: There is no such run. The message suggests close names.
-        """
-        return cls(*find_run(name))
-
-    @property
-    def name(self) -> str:
-        return self.place.name
-
-    def __repr__(self) -> str:
-        return f"Run({self.place.url}/{self.name})"
-
-    def status(self) -> dict[str, Any]:
-        """Returns state, step, loss, speed, mesh and ranks, as `raypp status --json`."""
-        status = present_status(self.place, self._reader)
-        return {key: status[key] for key in STATUS_KEYS}
-
-    def history(self) -> list[dict[str, Any]]:
-        """Returns a row per step, oldest first; a step that was repeated after a restart once."""
-        return self._reader.history()
-
-    def events(self) -> list[dict[str, Any]]:
-        """Returns what happened, oldest first, as `raypp events --json`."""
-        return [event_json(event) for event in self._reader.events()]
-
-    def logs(self, rank: int | None = None) -> list[str]:
-        """Returns the output so far of the ranks, or of one, each line behind its rank's
-        coordinates."""
-        return [f"{label_of(line)} | {line.text}" for line in open_reader(self.place).logs(rank)]
-
-    def follow(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows of `history` as they come, those that exist first, until the run ends.
-
-        A step that a restart repeats comes again. Ctrl-C leaves the run running.
-        """
-        seen: set[tuple[int, int]] = set()
-        for records in follow(self.place, self._reader):
-            for row in records.rows:
-                if (key := (row["attempt"], row["step"])) not in seen:
-                    seen.add(key)
-                    yield dict(row)
-
-    def wait(self) -> dict[str, Any]:
-        """Waits for the run's end and returns its status.
-
-        Raises:
-            RunFailedError: The run has failed.
-        """
-        while not is_final(status := present_status(self.place, self._reader)):
-            time.sleep(POLL_S)
-        if status["state"] == RunState.FAILED:
-            fix = f"see `raypp events {shell_word(self.name)}`"
-            raise RunFailedError(Problem("RUN", f"{self.name} failed: {status['error']}", fix))
-        return {key: status[key] for key in STATUS_KEYS}
-
-    def save(self, on_wait: client.Waiting = lambda: None) -> dict[str, Any]:
-        """Saves a checkpoint now; returns when it is committed.
-
-        Args:
-            on_wait: Called once if that takes longer than a minute.
-
-        Returns:
-            `{"step", "what"}`: the committed step, and in which way.
-
-        Raises:
-            JobError: The run has ended.
-            CheckpointError: The save failed.
-        """
-        answer = client.save_run(self._active(), self.place, on_wait)
-        if not answer["found"]:
-            raise self._not_active()
-        if answer["committed"] is None:
-            fix = f"see `raypp events {shell_word(self.name)}` for the cause"
-            raise CheckpointError(Problem("RUN", answer["what"], fix))
-        return {"step": answer["committed"], "what": answer["what"]}
-
-    def stop(self, save: bool = True, on_wait: client.Waiting = lambda: None) -> dict[str, Any]:
-        """Stops the run; returns when it has ended.
-
-        Args:
-            save: Whether a last checkpoint is saved.
-            on_wait: Called once if that takes longer than a minute.
-
-        Returns:
-            `{"state", "step", "checkpoint"}` at its end, also if it had ended before.
-
-        Raises:
-            RunFailedError: It ended otherwise than by being stopped.
-        """
-        answer: dict[str, Any] = {"found": False}
-        if ended_status(self._reader) is None:
-            cluster = known_runs.cluster_of(self.place)
-            answer = client.stop_run(cluster, self.place, self._reader.store, save=save, on_wait=on_wait)
-        if not answer["found"]:
-            answer = present_status(self.place, self._reader)
-            if not is_final(answer):
-                raise self._not_active()
-        if answer.get("exit_code"):
-            fault = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
-            raise RunFailedError(Problem("RUN", fault, f"see `raypp events {shell_word(self.name)}`"))
-        return {key: answer[key] for key in ("state", "step", "checkpoint")}
-
-    def delete(self, *, dry_run: bool = False) -> dict[str, Any]:
-        """Deletes what the run has in its store once it has ended; with `dry_run` only tells it.
-
-        Returns:
-            `{"checkpoints", "objects", "bytes", "left"}`: steps, and numbers. What is left below
-            the run's name it did not write.
-        """
-        state = present_status(self.place, self._reader)["state"]
-        if not RunState(state).final:
-            fix = f"stop it first: `raypp stop {shell_word(self.name)}`"
-            raise JobError(Problem("RUN", f"{self.name} is {state}; a run can be deleted when it has ended", fix))
-        gone, left = delete_run(self._reader.store, self.name, dry_run=dry_run)
-        if not dry_run:
-            known_runs.forget_run(self.place)
-        return {"checkpoints": list(gone.steps), "objects": len(gone.objects), "bytes": gone.size, "left": left}
-
-    def report(self, path: str | Path, *, trust: bool = False) -> Path:
-        """Writes the page of `raypp report`; `trust` as its option."""
-        from raypp.api.report.collect import collect
-        from raypp.api.report.page import page
+    def report(self, path: str | Path) -> Path:
+        """Writes the page of `raypp report`."""
+        from raypp.tools.report.collect import collect
+        from raypp.tools.report.page import page
 
         path = Path(path)
-        path.write_bytes(page([collect(self.place, self._reader, trust=trust)]).encode("utf-8", "replace"))
+        path.write_bytes(page([collect(self.place, self._reader)]).encode("utf-8", "replace"))
         return path
 
     def generate(
@@ -198,8 +66,9 @@ class Run:
         Returns:
             For each prompt `{"prompt", "text", "tokens", "finish"}`.
         """
-        from raypp.inference.prompts import Answer, encode_prompts
-        from raypp.inference.source import find_source
+        from raypp.api.generation import complete, row
+        from raypp.tools.inference.prompts import Answer, encode_prompts
+        from raypp.tools.inference.source import find_source
 
         source = find_source(f"{self.place.url}/{self.name}", step, trust=trust)
         tokenizer = source.open_tokenizer()
@@ -230,7 +99,7 @@ class Run:
             ("state", status["state"]),
             ("step", f"{status['step']} of {status['steps']}"),
             ("loss", loss_text(status["loss"])),
-            ("tokens/s", quantity(status["tokens_per_s"])),
+            ("tokens/s", speed_text(status)),
             ("mesh", mesh_text(status["mesh"])),
             ("checkpoint", status["checkpoint"] or "none"),
         ]
@@ -239,45 +108,60 @@ class Run:
         cells = "".join(f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in figures)
         return f"<b>{html.escape(self.name)}</b><table>{cells}</table>{_curve(rows)}"
 
-    def _active(self) -> Cluster:
-        """Returns the run's cluster.
 
-        Raises:
-            JobError: The run has ended.
-        """
-        if ended_status(self._reader) is not None:
-            raise self._not_active()
-        return known_runs.cluster_of(self.place)
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
+    """Loads and checks a job file. `overrides`: values by key, such as `{"train.steps": 200}`,
+    which replace those of the file. Raises JobError: all problems, each with its location."""
+    words = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+    return load_checked_job(path, words).job
 
-    def _not_active(self) -> JobError:
-        state = present_status(self.place, self._reader)["state"]
-        words = state if RunState(state).final else f"{state} according to its records"
-        return client.no_such_controller(self.name, words)
+
+def submit(
+    job: Job, *, address: str | None = None, resume: bool = False, wait: bool = False, now: bool = False,
+    priority: Priority = "normal", user: str | None = None, after: Sequence[str] = (),
+) -> Run:  # fmt: skip
+    """Checks a job, submits it to a cluster, and returns the run; while devices are taken, it waits
+    in the cluster's line.
+
+    What `raypp submit` says on the way, the logger `raypp` gets as warnings.
+
+    Args:
+        job: From `load_job`, or made in Python; relative paths are those of the working directory.
+        address: URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster.
+        resume: Resume the run of this name from its newest checkpoint.
+        wait: Return when the run has ended.
+        now: Refuse a run that gets no devices now.
+        priority: high | normal | low: of a run that waits.
+        user: Whose run it is, for the record; None: the operating system's name.
+        after: Runs, or URL/NAME, that have to succeed first.
+
+    Raises:
+        JobError: The job cannot run there, its name is taken, or what it comes after has failed.
+        UnreachableError: The cluster or the store does not answer.
+        ResourcesError: The cluster has not enough devices; with `now`, not enough free ones.
+        RunFailedError: With `wait`, the run has failed.
+    """
+    prepared = prepare(checked(job_file(job)), address, resume, _log.warning, now=now, after=after)
+    if not prepared.waits:
+        submitted = Run(start(prepared, _log.warning, user=user))
+    else:
+        queued = enqueue(prepared, _log.warning, priority, user)
+        submitted = Run(queued.place)
+        _log.warning("%s: %s", submitted.name, place_in_words(next(queued.follow(_log.warning, detach=True))))
+    if wait:
+        submitted.wait()
+    return submitted
+
+
+def run(name: str) -> Run:
+    """Returns the run of a name, or of URL/NAME. Raises JobError: there is no such run. The message
+    suggests close names."""
+    return Run.find(name)
 
 
 def list_runs() -> list[Run]:
     """Returns the runs that were submitted from here or that the cluster knows, newest first."""
     return [Run(place) for place in known_runs.known_runs()]
-
-
-def end_in_words(end: dict[str, Any]) -> str:
-    """Returns what `Run.stop` returned in words."""
-    return f"{end['state']} at step {end['step']}; newest checkpoint: {end['checkpoint'] or 'none'}"
-
-
-def event_json(event: Event) -> dict[str, Any]:
-    """Returns an event as `raypp events --json` shows it."""
-    shown = ("time", "kind", "message", "attempt", "step", "rank", "node")
-    return {
-        **{name: getattr(event, name) for name in shown},
-        "cause": event.details.get("cause"),
-        "details": event.details,
-    }
-
-
-def label_of(line: LogLine) -> str:
-    """Returns who wrote a line: a rank's coordinates, or the controller."""
-    return line.label or ("controller" if line.rank is None else f"rank{line.rank}")
 
 
 def _curve(rows: Sequence[dict[str, Any]], width: int = 480, height: int = 120) -> str:
@@ -293,55 +177,3 @@ def _curve(rows: Sequence[dict[str, Any]], width: int = 480, height: int = 120) 
     )
     box = f'width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}"'
     return f'<svg {box}><polyline fill="none" stroke="currentColor" points="{place}"/></svg>'
-
-
-def complete(
-    source: Source,
-    pp: int,
-    tokenizer: PromptTokenizer,
-    answers: Sequence[Answer],
-    rows: int,
-    cluster: Cluster | None = None,
-    on_token: Callable[[], None] = lambda: None,
-    **choice: Any,
-) -> None:
-    """Generates the texts of all answers.
-
-    Args:
-        source: The model.
-        pp: Number of pipeline ranks.
-        tokenizer: Its tokenizer.
-        answers: One per prompt; they take the new tokens.
-        rows: Prompts that are decoded together.
-        cluster: Where the ranks run; None: on this machine.
-        on_token: Called after each new token.
-        choice: `temperature`, `top_p` and `seed`.
-
-    Raises:
-        RunFailedError: The generation ended before all texts were complete.
-    """
-
-    def take(new: NewToken) -> None:
-        answers[new.prompt].add(new.token, new.finish)
-        on_token()
-
-    ends, prompts = end_ids(source, tokenizer), [answer.prompt for answer in answers]
-    if cluster is None:
-        with Generators(source, pp, ends, rows) as generators:
-            for new in generators.generate(prompts, **choice):
-                take(new)
-        return
-    asked = [[prompt.tokens, prompt.limit] for prompt in prompts]
-    request = {"prompts": asked, "choice": choice, "ends": list(ends), "rows": rows}
-    with closing(use_on_cluster(cluster, "generate", source, source.job(pp), request)) as reports:
-        for report in reports:
-            if "token" in report and report["token"][0] < len(answers):
-                take(NewToken(*report["token"]))
-    if any(answer.finish is None for answer in answers):
-        raise RunFailedError("the generation on the cluster ended before all texts were complete")
-
-
-def row(answer: Answer, tokenizer: PromptTokenizer) -> dict[str, Any]:
-    """Returns an answer as `raypp generate --json` prints it."""
-    text = answer.text(tokenizer)
-    return {"prompt": answer.prompt.text, "text": text, "tokens": answer.tokens, "finish": answer.finish}

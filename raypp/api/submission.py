@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from raypp.api.checked_job import checked, count_own_model, load_checked_job
-from raypp.api.find_run import ended_status, runs_below
-from raypp.api.run import Run
-from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.compatibility import (
+from raypp.api.checked_job import count_own_model
+from raypp.control import client
+from raypp.control.clusters import known_runs
+from raypp.control.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
+from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import ended_status, find_run, present_status, runs_below
+from raypp.control.queue import client as queue_client
+from raypp.control.queue.client import line_exists, user_name
+from raypp.control.queue.line import Need
+from raypp.control.queue.ticket import Priority, Ticket, circle, kept_place, write_ticket
+from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, ResourcesError, UnreachableError
+from raypp.job.checks import check_training
+from raypp.job.job import Job
+from raypp.job.job_file import JobFile
+from raypp.job.load import job_document
+from raypp.kinds import store_kind
+from raypp.planning.check import check_plan
+from raypp.planning.decision import Facts
+from raypp.planning.plan import Grounds, make_plan, with_every_steps
+from raypp.records import RunState
+from raypp.state.checkpoint.commit import list_checkpoints
+from raypp.state.checkpoint.compatibility import (
     check_resume,
     check_steps,
     rate_jump,
@@ -23,30 +38,19 @@ from raypp.checkpoint.compatibility import (
     recorded_precision,
     recorded_reduction,
 )
-from raypp.checkpoint.run_files import travelling_files, write_run_files
-from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
-from raypp.clusters import known_runs
-from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
-from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
-from raypp.clusters.known_jobs import remember_job
-from raypp.clusters.known_runs import RunPlace
-from raypp.control import client
-from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, UnreachableError
-from raypp.kinds import store_kind
-from raypp.observe.reader import RunReader
-from raypp.planning.check import check_plan
-from raypp.planning.decision import Facts
-from raypp.planning.plan import Grounds, with_every_steps
-from raypp.spec.checks import check_training
-from raypp.spec.job import Job
-from raypp.spec.job_file import JobFile, job_file
-from raypp.spec.load import job_document
+from raypp.state.checkpoint.from_run import check_first_run
+from raypp.state.checkpoint.known_jobs import remember_job
+from raypp.state.checkpoint.run_files import travelling_files, write_run_files
+from raypp.state.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import is_final
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.untrusted.text import shell_word
 
 _JOB_END_WAIT_S = 30.0
 _JOB_END_POLL_S = 0.3
 _ASK_S = 20.0
+_ASK_AGAIN_S = 5.0
 
 Say = Callable[[str], None]
 """Takes a remark for the user."""
@@ -54,17 +58,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that may be submitted.
-
-    Attributes:
-        file: The job, checked.
-        store: The store of its checkpoints and records.
-        cluster: Where it will run.
-        resume: Whether it resumes the run of its name.
-        facts: What decisions take into account of the cluster.
-        versions: The cluster's versions of Ray and Python.
-        files: What `travelling_files` returned.
-    """
+    """A job that may be submitted. `facts`: what decisions take into account of the cluster.
+    `waits`: why it gets no devices now: they are taken, or others wait; empty if it does. `after`:
+    runs that have to succeed first, as URL/NAME."""
 
     file: JobFile
     store: ObjectStore
@@ -73,27 +69,33 @@ class Prepared:
     facts: Facts
     versions: dict[str, str]
     files: Mapping[str, bytes] = field(default_factory=dict)
+    waits: str = ""
+    after: Sequence[str] = ()
 
 
-def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepared:
+def prepare(
+    file: JobFile, address: str | None, resume: bool, say: Say, *, now: bool = False, after: Sequence[str] = ()
+) -> Prepared:
     """Checks weights, cluster, store, name and resources. Starts nothing.
 
     Args:
         file: The job, which `load_checked_job` or `checked` found right.
         address: URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster.
         resume: Whether the run of this name is to be resumed.
+        now: Whether a run that gets no devices now is refused.
+        after: Runs that have to succeed first.
         say: Gets what the user should know, as soon as it is known.
 
     Raises:
-        JobError: The job cannot run there, or its name is taken.
+        JobError: The job cannot run there, its name is taken, or what it comes after has failed.
         UnreachableError: The cluster does not answer.
         StoreError: The store does not.
-        ResourcesError: The cluster has not enough devices.
+        ResourcesError: The cluster has not enough devices; with `now`, not enough free ones.
     """
     if not resume and file.job.model.from_hf is not None:
-        from raypp.hf.from_hf import check_hf_weights
+        from raypp.state.hf.from_hf import check_hf_weights
 
-        check_hf_weights(file.job)
+        check_hf_weights(file.job.model)
     cluster = find_cluster(address)
     try:
         client.check_trackers(file.job, cluster)
@@ -112,13 +114,19 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         say(f"warning: {limit}")
     file = _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
-    facts, job = client.check_resources(file.job, cluster)
+    first = _after(after, f"{store.url}/{file.job.name}", cluster, now)
+    if file.job.model.from_run is not None and not resume:
+        try:
+            check_first_run(file.job.model.from_run, first)
+        except JobError as error:
+            raise JobError(map(file.locate, error.problems)) from None
+    facts, job, waits = _resources(file.job, cluster, now)
     job, decided = with_every_steps(job, Grounds(device=facts.device))
     if decided:
         say(decided)
     if file.job.mesh.reduce_gradients == "auto" and job.reduces_each:
         say("mesh.reduce_gradients: auto is each_microbatch on these nodes (`raypp plan` says why)")
-    if remark := client.precision_remark(file.job, job, facts.device):
+    if remark := client.precision_remark(file.job, job, facts):
         say(remark)
         # What was checked may have been the job on another device.
         if problems := [*check_training(job), *check_plan(job)]:
@@ -127,11 +135,52 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         files = travelling_files(job, store, resume, say)
     except JobError as error:
         raise JobError(map(file.locate, error.problems)) from None
-    return Prepared(replace(file, job=job), store, cluster, resume, facts, versions, files)
+    waits = f"it comes after {', '.join(first)}" if first else waits
+    return Prepared(replace(file, job=job), store, cluster, resume, facts, versions, files, waits, first)
 
 
-def start(prepared: Prepared, say: Say) -> RunPlace:
-    """Submits the run and remembers it on this machine.
+def _after(names: Sequence[str], own: str, cluster: Cluster, now: bool) -> list[str]:
+    """Returns those of the runs that have not succeeded yet, as URL/NAME. Raises JobError: one
+    never will, runs elsewhere, or would wait for this run, `own`."""
+    runs = dict[str, str | None]()
+    for name in names:
+        place, reader = find_run(name)
+        status = present_status(place, reader)
+        if is_final(status) and status["state"] != RunState.SUCCEEDED:
+            why = f": {status['error']}" if status["error"] else ""
+            raise JobError(Problem("--after", f"{name} is {status['state']}{why}", "resume it, or leave out --after"))
+        if not is_final(status):
+            runs[f"{place.url}/{place.name}"] = place.address
+    if not runs:
+        return []
+    if now:
+        raise JobError(Problem("--now", "a run waits for those of --after", "leave out one of the two"))
+    waiting = {f"{row['url']}/{row['run']}": row["after"] for row in queue_client.show(cluster)["waiting"]}
+    for run, address in runs.items():
+        if address != cluster.address and run not in waiting:
+            fault = f"{run} runs on {address or 'no cluster that is known here'}, not on {cluster.address}"
+            raise JobError(Problem("--after", fault, "submit this run when that one has ended"))
+    if found := circle(own, list(runs), waiting):
+        raise JobError(Problem("--after", f"would wait for each other: {', '.join(found)}", "leave out --after"))
+    return list(runs)
+
+
+def _resources(job: Job, cluster: Cluster, now: bool) -> tuple[Facts, Job, str]:
+    """Returns what `client.check_resources` does, and why the run has to wait for devices."""
+    try:
+        facts, job = client.check_resources(job, cluster)
+        free = now or not line_exists(cluster)
+        return facts, job, "" if free else "others wait, or the line is paused, or a node held"
+    except ResourcesError as error:
+        if now:
+            raise
+        facts, job = client.check_resources(job, cluster, idle=True)
+        return facts, job, error.problems[0].fault
+
+
+def start(prepared: Prepared, say: Say, *, user: str | None = None) -> RunPlace:
+    """Submits the run and remembers it on this machine. `user`: for the record; None: the operating
+    system's.
 
     A new run's name is taken at the last moment: whoever interrupts the upload before can submit
     the job again. It is free again if the cluster does not accept the run. It stays taken if nobody
@@ -143,14 +192,11 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         KeyboardInterrupt: With a note, if the cluster may have the run.
     """
     job, store, asked = prepared.file.job, prepared.store, False
-    number = newest_number(store, job.name) + 1 if prepared.resume else 1
+    number = _next_number(prepared)
 
     def write() -> None:
         nonlocal asked
-        try:
-            write_spec(store, job.name, job_document(job), number)
-        except AlreadyExists as error:  # another submission was quicker
-            raise JobError(map(prepared.file.locate, error.problems)) from None
+        _take_name(prepared, number)
         asked = True
         write_run_files(store, job.name, prepared.files)
 
@@ -163,6 +209,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
             number=number,
             before=write,
             files=prepared.files,
+            user=user_name(user),
         )
     except NoAnswerError as error:
         if not asked:
@@ -177,6 +224,79 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         if asked and not prepared.resume:
             store.delete([f"{job.name}/spec.json"])
         raise
+    return _remember(prepared, submission_id, say)
+
+
+def enqueue(prepared: Prepared, say: Say, priority: Priority = "normal", user: str | None = None) -> Queued:
+    """Makes all that the run needs later, and takes its name and its place. `Queued.follow` puts it
+    into the cluster's line. Raises as `start`."""
+    job, store, cluster, who = prepared.file.job, prepared.store, prepared.cluster, user_name(user)
+    number = _next_number(prepared)
+    options: dict[str, Any] = {"facts": prepared.facts, "number": number, "files": prepared.files}
+    options["after"] = prepared.after
+    document = client.ray_job(job, cluster, store.url, **options, user=who, later=True)
+    need = Need(job.mesh.world, float(job.resources.cpus_per_rank), float(prepared.facts.device == "cuda"))
+    at = kept_place(store, job.name, number)
+    planned, after = _planned_s(prepared), tuple(prepared.after)
+    ticket = Ticket(job.name, store.url, number, who, priority, need, planned, document, at, after=after)
+    _take_name(prepared, number)
+    write_run_files(store, job.name, prepared.files)
+    ticket = write_ticket(store, ticket)
+    return Queued(cluster, ticket, _remember(prepared, ticket.submission_id, say))
+
+
+def _next_number(prepared: Prepared) -> int:
+    """Returns the number of the spec that comes next."""
+    return newest_number(prepared.store, prepared.file.job.name) + 1 if prepared.resume else 1
+
+
+def _take_name(prepared: Prepared, number: int) -> None:
+    """Writes the spec. Raises JobError: another submission was quicker."""
+    job = prepared.file.job
+    try:
+        write_spec(prepared.store, job.name, job_document(job), number)
+    except AlreadyExists as error:
+        raise JobError(map(prepared.file.locate, error.problems)) from None
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A run with a place in a line. `place`: where it will run."""
+
+    cluster: Cluster
+    ticket: Ticket
+    place: RunPlace
+
+    def follow(self, say: Say, *, detach: bool = False) -> Iterator[dict[str, Any]]:
+        """Puts the run into the line and yields its place whenever that changes, until it has left:
+        see `call.join`. `detach`: only the first. A cluster that does not answer is asked again,
+        for ever; with `detach` it is an error."""
+        while True:
+            try:
+                for told in queue_client.join(self.cluster, self.ticket, detach=detach):
+                    yield told
+                    if detach or told["state"] != "waiting":
+                        return
+            except RayppError as error:
+                if detach:
+                    raise
+                say(f"the line cannot be asked; the run keeps its place: {error.problems[0].fault}")
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _planned_s(prepared: Prepared) -> float | None:
+    """Returns how long the run will train, by plan; None if it cannot be planned."""
+    job, store = prepared.file.job, prepared.store
+    saved = list_checkpoints(store, job.name) if prepared.resume else []
+    try:
+        step_s = make_plan(job, Grounds(device=prepared.facts.device)).step_s
+    except RayppError:
+        return None
+    return step_s * max(0, job.train.steps - (saved[-1].step if saved else 0))
+
+
+def _remember(prepared: Prepared, submission_id: str, say: Say) -> RunPlace:
+    job, store = prepared.file.job, prepared.store
     place = RunPlace(store.url, job.name, prepared.cluster.address, submission_id, time.time())
     try:
         known_runs.remember_run(place)
@@ -189,10 +309,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
 
 def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> JobFile:
     """Checks that a new run's name is free, or that a resumed run's checkpoints fit the job.
-
-    Returns:
-        The job; with checkpoints, `train.precision: auto` is what they were trained in.
-    """
+    Returns the job; with checkpoints, `train.precision: auto` is what they were trained in."""
     name = file.job.name
     exists = store.head(f"{name}/spec.json") is not None
     if exists and not resume:
@@ -223,12 +340,8 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    """Refuses a name whose run is still active.
-
-    Waits a little for the Ray job of a run that has ended.
-
-    The run's driver and Ray notice the end of a run with a delay.
-    """
+    """Refuses a name whose run is still active. Waits a little for the Ray job of a run that has
+    ended. The run's driver and Ray notice the end of a run with a delay."""
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
     end = time.monotonic() + _JOB_END_WAIT_S
     while ended_status(reader) is not None:
@@ -278,10 +391,8 @@ class JobWatch:
         self.job: dict[str, Any] | None = None
 
     def over(self) -> bool:
-        """Whether no more records will come: the job ended a while ago and no controller runs.
-
-        A controller can outlive its job's driver and lead the run to its end without it.
-        """
+        """Whether no more records will come: the job ended a while ago and no controller runs. A
+        controller can outlive its job's driver and lead the run to its end without it."""
         now = time.monotonic()
         if now - self._looked < _JOB_POLL_S:
             return False
@@ -300,14 +411,9 @@ class JobWatch:
             self._ended = time.monotonic()
 
     def exit_code(self, end: RunEnd | None, say: Say) -> int:
-        """Returns the run's exit code from its end; without one, that of its driver.
-
-        Waits a little for the driver to end.
-
-        Args:
-            end: How the run ended; None if nobody recorded it.
-            say: Gets what the user should know.
-        """
+        """Returns the run's exit code from its end; without one, that of its driver. Waits a little
+        for the driver to end. `end`: how the run ended; None if nobody recorded it. `say`: gets
+        what the user should know."""
         for _ in range(50):
             self._look()
             if self._ended is not None:
@@ -326,54 +432,3 @@ class JobWatch:
         self._look()
         code = (self.job or {}).get("driver_exit_code")
         return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
-
-
-# What a script or a notebook calls: `raypp.load_job`, `raypp.submit` and `raypp.run`.
-
-_log = logging.getLogger("raypp")
-
-
-def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """Loads and checks a job file.
-
-    Args:
-        path: The YAML file.
-        overrides: Values by key, such as `{"train.steps": 200}`, which replace those of the file.
-
-    Raises:
-        JobError: All problems, each with its location.
-    """
-    words = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-    return load_checked_job(path, words).job
-
-
-def submit(job: Job, *, address: str | None = None, resume: bool = False, wait: bool = False) -> Run:
-    """Checks a job, submits it to a cluster, and returns the run.
-
-    What `raypp submit` says on the way, the logger `raypp` gets as warnings.
-
-    Args:
-        job: From `load_job`, or made in Python; relative paths are those of the working directory.
-        address: URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster.
-        resume: Resume the run of this name from its newest checkpoint.
-        wait: Return when the run has ended.
-
-    Raises:
-        JobError: The job cannot run there, or its name is taken.
-        UnreachableError: The cluster or the store does not answer.
-        ResourcesError: The cluster has not enough devices.
-        RunFailedError: With `wait`, the run has failed.
-    """
-    submitted = Run(start(prepare(checked(job_file(job)), address, resume, _log.warning), _log.warning))
-    if wait:
-        submitted.wait()
-    return submitted
-
-
-def run(name: str) -> Run:
-    """Returns the run of a name, or of URL/NAME.
-
-    Raises:
-        JobError: There is no such run. The message suggests close names.
-    """
-    return Run.find(name)

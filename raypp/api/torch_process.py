@@ -46,17 +46,9 @@ def ask(
     """Calls a module's `answer` in a new process and returns what it returns.
 
     `answer` takes one JSON object and returns another. It may raise `RayppError`, and print lines
-    `{"progress": {…}}`.
-
-    Args:
-        module: For example `raypp.measure.parity`.
-        request: The object it reads.
-        name: Name of its task in error messages: "the comparison".
-        progress: Called with the value of each line `{"progress": {…}}` when it is printed.
-
-    Raises:
-        JobError: torch is not installed here.
-        RayppError: It raised an error, or ended without an answer.
+    `{"progress": {…}}`. `module`: for example `raypp.tools.parity`. `name`: name of its task in
+    error messages: "the comparison". Raises JobError: torch is not installed here. Raises
+    RayppError: it raised an error, or ended without an answer.
     """
     need("torch", "node", name)
     # -P: do not import from the working directory. Not -m: the ranks' processes would run the

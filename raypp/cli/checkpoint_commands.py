@@ -11,31 +11,35 @@ from typing import Any
 import click
 
 from raypp.api.checked_job import load_checked_job
-from raypp.api.checkpoints import DTYPES, committed_steps, export, nothing_committed, open_checkpoint, open_run
-from raypp.checkpoint.commit import Commit, read_commit
-from raypp.checkpoint.diff import Comparison, diff_checkpoints
-from raypp.checkpoint.layout import split_location, step_folder
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.retention import find_leftovers, prune, remove_leftovers
-from raypp.checkpoint.run_spec import read_spec
-from raypp.checkpoint.saved_tensors import TensorInfo
-from raypp.checkpoint.tensor_file import OPTIMIZER
+from raypp.api.checkpoints import DTYPES, export, open_checkpoint, open_run
 from raypp.cli.console import Lines, Table, Text, progress_bar, wide_console
 from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
-from raypp.clusters.find import lend_store_settings
-from raypp.clusters.known_jobs import remember_job
+from raypp.control.clusters.find import lend_store_settings
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem, size_text
-from raypp.hf.config import OWN_KEYS
-from raypp.hf.from_hf import hf_options, unused_weights
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles, matching_tensors
-from raypp.hf.names import model_tensors
-from raypp.observe.status import date_and_clock, duration, mesh_text
-from raypp.spec.load import job_document, parse_job
-from raypp.spec.models import DecoderOptions
-from raypp.spec.paths import is_remote
+from raypp.job.load import job_document, parse_job
+from raypp.job.models import DecoderOptions
+from raypp.job.paths import is_remote
+from raypp.state.checkpoint.commit import Commit, read_commit
+from raypp.state.checkpoint.diff import Comparison, diff_checkpoints
+from raypp.state.checkpoint.known_jobs import remember_job
+from raypp.state.checkpoint.layout import split_location, step_folder
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.retention import BestOf, find_leftovers, prune, remove_leftovers
+from raypp.state.checkpoint.run_spec import read_spec
+from raypp.state.checkpoint.saved_tensors import TensorInfo
+from raypp.state.checkpoint.tensor_file import OPTIMIZER
+from raypp.state.hf.config import OWN_KEYS
+from raypp.state.hf.from_hf import hf_options
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles, matching_tensors
+from raypp.state.hf.names import model_tensors
+from raypp.state.hf.text_config import text_config
+from raypp.state.hf.unused_tensors import unused_weights
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import date_and_clock, duration, mesh_text
 from raypp.storage import ObjectStore, open_store
+from raypp.tools.inference.source import committed_steps, nothing_committed
 from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word, visible
 
@@ -136,7 +140,8 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
         if problems:
             fault = "nothing was removed: an older checkpoint may be the last good one"
             raise CheckpointError([*problems, Problem("", fault, "run `raypp checkpoints verify`")])
-    pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
+    best = BestOf(_best_of_job(store, name), RunReader(store, name).eval_losses())
+    pruned = prune(store, name, keep, keep_every=keep_every, best=best, dry_run=dry_run)
     left = find_leftovers(store, name)
     left = replace(left, objects=tuple(info for info in left.objects if info.key not in pruned.objects))
     if not dry_run:
@@ -198,11 +203,19 @@ def _size(store: ObjectStore, name: str, step: int) -> int:
         return 0
 
 
-def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: int | None) -> tuple[int, int]:
-    """Returns the given values, else those of the job.
+def _best_of_job(store: ObjectStore, name: str) -> int:
+    """Returns how many checkpoints the job keeps for their loss."""
+    try:
+        best = (read_spec(store, name).get("checkpoint") or {}).get("best") or {}
+    except CheckpointError:
+        return 0
+    keep = best.get("keep") if isinstance(best, dict) else None
+    return keep if isinstance(keep, int) else 0
 
-    A job without keep_every keeps no extra steps.
-    """
+
+def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: int | None) -> tuple[int, int]:
+    """Returns the given values, else those of the job. A job without keep_every keeps no extra
+    steps."""
     try:
         section = read_spec(store, name).get("checkpoint") or {}
         wanted = section.get("keep") if keep is None else keep
@@ -366,6 +379,7 @@ def _more(count: int) -> str:
 )
 @click.option("--adapter", is_flag=True, help="For a run with model.lora: write the adapters in PEFT's format.")
 @click.option("--merged", is_flag=True, help="For a run with model.lora: write the whole model, with merged adapters.")
+@click.option("--best", is_flag=True, help="The checkpoint with the least loss on the held-out part.")
 @click.option(
     "--tokenizer",
     metavar="FILE",
@@ -380,6 +394,7 @@ def export_command(
     shard_gb: float,
     adapter: bool,
     merged: bool,
+    best: bool,
     tokenizer: str | None,
     trust: bool,
     as_json: bool,
@@ -398,6 +413,7 @@ def export_command(
             shard_gb=shard_gb,
             adapter=adapter,
             merged=merged,
+            best=best,
             tokenizer=tokenizer,
             trust=trust,
             progress=advance,
@@ -444,10 +460,8 @@ def _is_file(argument: str) -> bool:
 
 
 def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
-    """Returns the run of a job file.
-
-    Checks the model's sizes last, after the errors that name a tensor.
-    """
+    """Returns the run of a job file. Checks the model's sizes last, after the errors that name a
+    tensor."""
     file = load_checked_job(Path(path))
     job = file.job
     # Every field counts, including defaults: the job decides, not config.json.
@@ -455,7 +469,7 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
     matching_tensors(files, model_tensors(asked))
     try:
         options = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
-        rows = files.config().get("vocab_size")
+        rows = text_config(files.config()).get("vocab_size")
         if options.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
             fault = f"is {options.vocab_size}, the default, but {files.place('config.json')} says {rows}"
             raise JobError(Problem("model.vocab_size", fault, f"write {rows}, or more"))

@@ -12,16 +12,16 @@ from pathlib import Path
 import click
 
 from raypp.api.checked_job import load_checked_job
-from raypp.api.run import Run, end_in_words
+from raypp.api.run_control import RunControl, end_in_words
 from raypp.cli.options import job_argument
 from raypp.cli.output import confirmed, echo, echo_json
 from raypp.cli.render import one_line
-from raypp.clusters import known_runs, local
-from raypp.clusters.find import find_cluster
-from raypp.clusters.slurm import Allocation, SlurmCluster, slurm_cluster
 from raypp.control.client import device_for
+from raypp.control.clusters import known_runs, local, local_servers
+from raypp.control.clusters.find import find_cluster
+from raypp.control.clusters.slurm import Allocation, SlurmCluster, slurm_cluster
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_UNREACHABLE, JobError, Problem, ResourcesError
-from raypp.spec.job import Job
+from raypp.job.job import Job
 from raypp.storage import open_store
 
 
@@ -37,7 +37,7 @@ def up(cpus: int | None) -> None:
     """Start the cluster, unless it is already running."""
     left = local.remains()
     dead = left.dead() if left else ()
-    cluster, started = local.up(cpus)
+    cluster, started = local_servers.up(cpus)
     echo("the embedded cluster is up" if started else "the embedded cluster was already up")
     for name in dead:
         echo(f"its {name} had ended and was started again; the other server, with what it held, went on")
@@ -55,7 +55,7 @@ def down(delete_data: bool, yes: bool) -> None:
     Runs that are active are saved and stopped first, so that --resume continues them.
     """
     _stop_runs(yes)
-    ended = local.down(delete_data=delete_data)
+    ended = local_servers.down(delete_data=delete_data)
     echo("the embedded cluster is down" if ended else "no embedded cluster was running")
 
 
@@ -63,7 +63,7 @@ def _stop_runs(yes: bool) -> None:
     """Saves and stops the active runs of the embedded cluster; asks before, unless `yes`."""
     cluster = local.remains()
     cluster = cluster if cluster and cluster.ray.find() else None
-    active = [Run(place) for place in known_runs.active_runs(find_cluster(cluster.dashboard))] if cluster else []
+    active = [RunControl(place) for place in known_runs.active_runs(find_cluster(cluster.dashboard))] if cluster else []
     for run in active:
         status = run.status()
         at = f"{status['state']}, step {status['step']} of {status['steps']}, newest checkpoint {status['checkpoint']}"
@@ -111,7 +111,9 @@ def _facts(cluster: local.LocalCluster) -> dict[str, object]:
 
 def _describe(cluster: local.LocalCluster) -> None:
     echo(f"  Ray dashboard  {cluster.dashboard}  (log in with the token in {cluster.token_path})")
-    echo(f"  S3 server      {cluster.s3.endpoint}  bucket {local.BUCKET}, keys in {cluster.s3.directory}/s3.json")
+    echo(
+        f"  S3 server      {cluster.s3.endpoint}  bucket {local_servers.BUCKET}, keys in {cluster.s3.directory}/s3.json"
+    )
     echo(f"  Prometheus     {_prometheus(cluster)}")
     echo(f"  CPU slots      {cluster.num_cpus}  (logical; ranks can outnumber cores and then share them)")
 
@@ -119,7 +121,7 @@ def _describe(cluster: local.LocalCluster) -> None:
 def _prometheus(cluster: local.LocalCluster) -> str:
     if cluster.has_prometheus():
         return f"{cluster.prometheus_url()}  scrapes Ray's metrics and those of the runs"
-    if local.find_prometheus() is None:
+    if local_servers.find_prometheus() is None:
         return "not installed; install `prometheus` (Debian, Homebrew), then run `raypp local up` again"
     return f"not running; see {local.directory() / 'prometheus' / 'prometheus.log'}, then run `raypp local up`"
 
@@ -167,11 +169,7 @@ def slurm_command(job: Path, overrides: tuple[str, ...], resume: bool) -> None:
 
 
 def _check_size(job: Job, allocation: Allocation) -> None:
-    """Checks that the allocation has room for the mesh, before anything starts.
-
-    Raises:
-        ResourcesError: It has not; names what it has, and a mesh that fits.
-    """
+    """Checks that the allocation has room for the mesh, before anything starts."""
     try:
         device_for(job, allocation.resources())
     except ResourcesError as error:
@@ -188,11 +186,8 @@ def _exists(job: Job) -> bool:
 
 
 def _follow(cluster: SlurmCluster, words: Sequence[str], run: str, signals: list[int]) -> tuple[int, int]:
-    """Submits the job and follows the run. After a signal it saves and stops the run.
-
-    Returns:
-        The exit code, and the signal; 0 if the run ended by itself.
-    """
+    """Submits the job and follows the run. After a signal it saves and stops the run. Returns the
+    exit code, and the signal; 0 if the run ended by itself."""
     environment = os.environ | cluster.environment()
     raypp = [sys.executable, "-m", "raypp"]
     submit = subprocess.Popen([*raypp, "submit", *words], env=environment, start_new_session=True)

@@ -1,8 +1,6 @@
-"""Prints tables and styled text by Rich. No text acts as markup or as control characters.
-
-Commands use these classes in place of Rich's: they are safe with any string. `output.py` is for
-plain lines.
-"""
+"""Prints tables and styled text by Rich. No text acts as markup or as control characters. Commands
+use these classes in place of Rich's: they are safe with any string. `output.py` is for plain
+lines."""
 
 from __future__ import annotations
 
@@ -130,11 +128,8 @@ def wide_console() -> Console:
 
 @contextmanager
 def progress_bar(description: str, size: int | None = None) -> Iterator[Callable[..., None]]:
-    """Shows bytes, speed and time left on stderr, if it is a terminal.
-
-    Yields:
-        A function that takes the bytes since its last call, or the `total` once that is known.
-    """
+    """Shows bytes, speed and time left on stderr, if it is a terminal. Yields a function that takes
+    the bytes since its last call, or the `total` once that is known."""
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
         TimeRemainingColumn(),

@@ -16,20 +16,20 @@ from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text, progress_bar
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
-from raypp.clusters.find import lend_store_settings
+from raypp.control.clusters.find import lend_store_settings
 from raypp.environment import usable_cores
 from raypp.errors import DataError, JobError, RayppError, size_text
-from raypp.spec.checks import check_spec
-from raypp.spec.job import Job
-from raypp.spec.job_file import load_job
+from raypp.job.checks import check_spec
+from raypp.job.job import Job
+from raypp.job.job_file import load_job
 from raypp.storage import open_for_others
 from raypp.untrusted.text import shell_word
 
 if TYPE_CHECKING:  # NumPy, which `--help` does not need
-    from raypp.data.look import Look, LookedPiece
-    from raypp.data.shard_format import Manifest
-    from raypp.data.tokenizer import Tokenizer
-    from raypp.data.write_shards import Output
+    from raypp.rank.data.look import Look, LookedPiece
+    from raypp.rank.data.shard_format import Manifest
+    from raypp.rank.data.tokenizer import Tokenizer
+    from raypp.rank.data.write_shards import Output
 
 _LOSS = ("green", "bright_green")
 _NO_LOSS = ("bright_black", "white")
@@ -49,7 +49,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     Train on them with the `data:` section that it prints: the rows are the same. Each part of a
     mixture gets its own folder below --out. If the command is killed, run it again: it continues.
     """
-    from raypp.data.write_shards import outputs_of, section_of_shards
+    from raypp.rank.data.write_shards import outputs_of, section_of_shards
 
     file = load_job(job, overrides)
     problems = [problem for problem in check_spec(file.job, file.directory) if problem.key.startswith("data")]
@@ -79,7 +79,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
 
 def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
     """Writes the shards of one source; returns their path or URL, and what they are."""
-    from raypp.data.write_shards import Options, write_shards
+    from raypp.rank.data.write_shards import Options, write_shards
 
     def say_stored(shards: int) -> None:
         if shards:
@@ -123,9 +123,9 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     """
     file = load_checked_job(job, overrides)
     lend_store_settings()
-    from raypp.data.look import look_at
-    from raypp.hf.from_hf import unused_weights
-    from raypp.hf.model_files import HfFiles
+    from raypp.rank.data.look import look_at
+    from raypp.state.hf.model_files import HfFiles
+    from raypp.state.hf.unused_tensors import unused_weights
 
     try:
         look = look_at(file.job, rows)

@@ -17,14 +17,14 @@ from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.first_hour import cards_of, first_hour
 from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
-from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.control import client
 from raypp.control.cluster_call import Call, last_answer, lines_of
-from raypp.doctor.driver import PROGRESS, ProbeOptions
-from raypp.doctor.findings import Finding, Severity, findings, links_document
+from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
-from raypp.spec.load import job_document
-from raypp.spec.secret import without_secrets
+from raypp.job.load import job_document
+from raypp.job.secret import without_secrets
+from raypp.tools.doctor.driver import PROGRESS, ProbeOptions
+from raypp.tools.doctor.findings import Finding, Severity, findings, links_document
 from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
@@ -122,11 +122,11 @@ def doctor_command(
 
 
 def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
-    """Yields what `raypp.doctor.driver` prints in the cluster, and shows its progress."""
+    """Yields what `raypp.tools.doctor.driver` prints in the cluster, and shows its progress."""
     secrets = client.collect_secrets(here=cluster.embedded is not None)
     settings = client.collect_settings(cluster)
     words = (options.as_argument(),)
-    call = Call("doctor", "raypp.doctor.driver", words, secrets, settings, timeout_s=_EXAMINATION_S)
+    call = Call("doctor", "raypp.tools.doctor.driver", words, secrets, settings, timeout_s=_EXAMINATION_S)
     with closing(lines_of(cluster, call)) as lines:
         for line in lines:
             if line.startswith(PROGRESS):

@@ -16,16 +16,16 @@ from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, set_option, trust_option
 from raypp.cli.output import echo, echo_json
-from raypp.clusters.find import Cluster
-from raypp.control.inference_client import use_on_cluster
+from raypp.control.clusters.find import Cluster
 from raypp.environment import need
 from raypp.errors import JobError, Problem, RayppError, RunFailedError
-from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
-from raypp.inference.prompts import end_ids
-from raypp.inference.source import Source, find_source
-from raypp.observe.status import duration
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
+from raypp.job.job import Job
+from raypp.job.load import job_document
+from raypp.state.run_records.status import duration
+from raypp.tools.inference.client import use_on_cluster
+from raypp.tools.inference.eval_job import DATA, as_asked, data_job, task_job
+from raypp.tools.inference.prompts import end_ids
+from raypp.tools.inference.source import Source, find_source
 from raypp.untrusted.files import expand_home
 
 _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
@@ -89,9 +89,9 @@ def eval_command(
         raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
     job = task_job(source, pp, overrides)
     request: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
+    request |= {"ends": list(end_ids(source, source.open_tokenizer())), "folder": str(Path.cwd())}
     if cluster is not None:
         note_paths(cluster, source, files=[*filter(_is_file, request["tasks"])])
-        request |= {"ends": list(end_ids(source, source.open_tokenizer())), "folder": str(Path.cwd())}
     answer = _asked(cluster, source, job, request, as_json)
     if as_json:
         echo_json(answer)
@@ -104,7 +104,7 @@ def _asked(cluster: Cluster | None, source: Source, job: Job, request: dict[str,
     with evaluation_progress(quiet=as_json) as progress:
         if cluster is None:
             request = {"source": asdict(source), "job": job_document(job), **request}
-            return ask("raypp.inference.evaluate", request, "the evaluation", progress)
+            return ask("raypp.tools.inference.on_seat", request, "the evaluation", progress)
         with closing(use_on_cluster(cluster, "eval", source, job, request)) as reports:
             for answer in reports:
                 if "progress" in answer:
@@ -155,17 +155,10 @@ Update = Callable[[Mapping[str, Any]], None]
 
 @contextmanager
 def evaluation_progress(*, quiet: bool) -> Iterator[Update]:
-    """Shows the progress of an evaluation and the time left.
-
-    On a terminal it is a bar that disappears at the end. Elsewhere it is a line every 30 s, the
-    first one after 5 s.
-
-    Args:
-        quiet: Show nothing unless stderr is a terminal.
-
-    Yields:
-        A function that takes `done`, `total` and `unit` (`tokens` or `rows`).
-    """
+    """Shows the progress of an evaluation and the time left. On a terminal it is a bar that
+    disappears at the end. Elsewhere it is a line every 30 s, the first one after 5 s. `quiet`: show
+    nothing unless stderr is a terminal. Yields a function that takes `done`, `total` and `unit`
+    (`tokens` or `rows`)."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield (lambda _report: None) if quiet else _Lines(time.monotonic).update
@@ -186,11 +179,7 @@ def _count_in_words(report: Mapping[str, Any]) -> str:
 
 
 class _Lines:
-    """Prints progress as lines.
-
-    Args:
-        clock: Returns seconds.
-    """
+    """Prints progress as lines."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

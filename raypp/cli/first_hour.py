@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from raypp.api.checked_job import grounds_of, load_checked_job
-from raypp.api.find_run import find_run
 from raypp.cli.output import echo, styled, write_file
-from raypp.clusters.find import Cluster
-from raypp.doctor.findings import Finding, Severity
-from raypp.doctor.first_hour import TEMPLATES, Cards, Done, Step, page, steps
+from raypp.control.clusters.find import Cluster
+from raypp.control.find_run import find_run
 from raypp.errors import JobError, Problem, RayppError
 from raypp.planning.costs import device_named
 from raypp.planning.plan import make_plan
+from raypp.tools.doctor.findings import Finding, Severity
+from raypp.tools.doctor.first_hour import TEMPLATES, Cards, Done, Step, page, steps
 
 _LIMIT_S = 3600.0
 _KEPT = 6000
@@ -27,14 +27,9 @@ _PROGRAMS = {"raypp": (sys.executable, "-m", "raypp"), "python": (sys.executable
 
 
 def cards_of(report: dict[str, Any], named: str, store: str) -> Cards:
-    """Returns what an examination found to check.
-
-    Args:
-        named: The nodes that the checks may use, with commas; "": all.
-
-    Raises:
-        JobError: A node that is named is not there, or runs could be placed on others.
-    """
+    """Returns what an examination found to check. `named`: the nodes that the checks may use, with
+    commas; "": all. Raises JobError: a node that is named is not there, or runs could be placed on
+    others."""
     working = [node for node in report["nodes"] if "error" not in node]
     kinds = [card["kind"] for node in working for card in (node.get("torch") or {}).get("devices") or ()]
     there = {node["ip"]: int(node["gpus" if kinds else "cpus"]) for node in working}
@@ -70,13 +65,8 @@ def first_hour(
     report: dict[str, Any], results: Sequence[Finding], taken_s: float, cluster: Cluster, cards: Cards, out: Path
 ) -> bool:
     """Runs all checks, prints each result, and writes the page, also when it is interrupted.
-
-    Args:
-        report: Of the examination, which is the first check; with its findings and seconds.
-
-    Returns:
-        Whether no check failed.
-    """
+    `report`: of the examination, which is the first check; with its findings and seconds. Returns
+    whether no check failed."""
     sums = "; inside a node of H100: sums 300 GB/s, to a neighbour 150; between nodes 40 GB/s per rank"
     examination = Step(
         "The cluster and its links", f"nothing that breaks a run{sums if cards.kind else ''}",

@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from raypp.api.run import complete, row
+from raypp.api.generation import complete, row
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
-from raypp.data.chat_files import end_of_turn
-from raypp.data.chat_template import ChatTemplate, TemplateFault
-from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
-from raypp.inference.processes import Generators
-from raypp.inference.prompts import (
+from raypp.rank.data.chat_files import end_of_turn
+from raypp.rank.data.chat_template import ChatTemplate, TemplateFault
+from raypp.rank.data.tokenizer import PromptTokenizer
+from raypp.tools.inference.processes import Generators
+from raypp.tools.inference.prompts import (
     Answer,
     Encoded,
     chat_end_ids,
@@ -26,7 +26,7 @@ from raypp.inference.prompts import (
     encode_prompts,
     read_prompts,
 )
-from raypp.inference.source import Source, find_source
+from raypp.tools.inference.source import Source, find_source
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -76,12 +76,7 @@ _LARGEST_SEED = 2**63 - 1
 )
 @mesh_option
 @click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    default=8,
-    metavar="N",
-    show_default=True,
-    help="Prompts decoded together.",
+    "--batch-size", type=click.IntRange(1), default=8, metavar="N", show_default=True, help="Prompts decoded together."
 )
 @click.option("--tokenizer", metavar="bytes|FILE", help="Tokenizer of a model that has none.  [default: the model's]")
 @cluster_options
@@ -169,6 +164,8 @@ class _Printer:
                 if answer.finish is None:
                     return
                 echo_lines("")
+                if answer.finish == "eos" and not answer.text(self._tokenizer).strip():
+                    echo("note: the model ended its text at once", err=True)
             self._current, self._begun = self._current + 1, False
             sys.stdout.flush()
 
@@ -199,20 +196,10 @@ def converse(
     choice: Mapping[str, Any],
     system: str | None = None,
 ) -> None:
-    """Answers each line of standard input, until it ends.
-
-    Args:
-        source: The model.
-        tokenizer: Its tokenizer.
-        template: Its chat template.
-        generators: Its processes.
-        max_new_tokens: The most tokens of an answer; None: as for prompts.
-        choice: How tokens are chosen: `temperature`, `top_p`, `seed`.
-        system: The system message; None: the template's own, if it has one.
-
-    Raises:
-        JobError: The conversation no longer fits into the context, or its template refuses it.
-    """
+    """Answers each line of standard input, until it ends. `max_new_tokens`: the most tokens of an
+    answer; None: as for prompts. `system`: the system message; None: the template's own, if it has
+    one. Raises JobError: the conversation no longer fits into the context, or its template refuses
+    it."""
     stop = end_of_turn(template)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
     while True:

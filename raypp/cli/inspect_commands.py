@@ -16,25 +16,25 @@ from typing import Any
 import click
 from rich.cells import cell_len, set_cell_size
 
-from raypp.api.find_run import POLL_S, find_run, follow, open_reader, present_status
-from raypp.api.report.collect import collect
-from raypp.api.report.page import page
-from raypp.api.run import event_json, label_of
+from raypp.api.run_control import event_json, label_of
 from raypp.cli.console import Console, Lines, Text
-from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled, write_file
 from raypp.cli.render import one_line, runs_table, show_event, status_view
-from raypp.clusters import known_runs
-from raypp.clusters.find import lend_settings_of
-from raypp.clusters.known_runs import RunPlace
+from raypp.control.clusters import known_runs
+from raypp.control.clusters.find import lend_settings_of
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import POLL_S, find_run, follow, open_reader, present_status
+from raypp.control.queue.ticket import waited_s
 from raypp.environment import need
 from raypp.errors import JobError, Problem, RayppError, size_text
-from raypp.observe.append_log import Cursor
-from raypp.observe.json_lines import LogLine
-from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
-from raypp.observe.tracked import LOGDIR
 from raypp.records import RunState
+from raypp.state.run_records.append_log import Cursor
+from raypp.state.run_records.json_lines import LogLine
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
+from raypp.state.run_records.tracked import LOGDIR
+from raypp.tools.report.collect import collect
+from raypp.tools.report.page import page
 from raypp.untrusted.text import visible
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -82,7 +82,7 @@ def list_command(as_json: bool, states: tuple[str, ...], mine: bool) -> None:
     found = [(status, place) for status, place in found if not states or status["state"] in states]
     statuses = [status for status, _ in found]
     if as_json:
-        keys = [key for key in STATUS_KEYS if key != "ranks"]
+        keys = [key for key in (*STATUS_KEYS, "waited_s") if key != "ranks"]
         echo_json([{key: status[key] for key in keys} for status in statuses])
     elif not found:
         echo(f"no {'such ' if places else ''}runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
@@ -216,15 +216,14 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
 
 
 def _status_or_error(place: RunPlace) -> dict[str, Any]:
-    """Returns a run's status, without a state if its store does not respond.
-
-    The list still shows the other runs.
-    """
+    """Returns a run's status, without a state if its store does not respond. The list still shows
+    the other runs."""
     try:
-        return present_status(place, open_reader(place))
+        reader = open_reader(place)
+        return present_status(place, reader) | {"waited_s": waited_s(reader.store, place.name)}
     except RayppError as error:
         unknown = RunStatus(place.name, RunState.PENDING, error=f"cannot read its records: {error.problems[0].fault}")
-        return {**unknown.as_dict(), "state": None}
+        return {**unknown.as_dict(), "state": None, "waited_s": None}
 
 
 def _status_json(status: dict[str, Any]) -> dict[str, Any]:
@@ -251,15 +250,14 @@ def _warn_of_damage(reader: RunReader) -> None:
     show_default=True,
     help="The file to write.",
 )
-@trust_option
-def report_command(runs: tuple[str, ...], out: Path, trust: bool) -> None:
+def report_command(runs: tuple[str, ...], out: Path) -> None:
     """Write one HTML page about RUN, or about two runs side by side.
 
     The page needs nothing else: it works offline, on a phone, and in an e-mail.
     """
     if len(runs) > 2:
         raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
-    collected = [collect(*find_run(run), trust=trust) for run in runs]
+    collected = [collect(*find_run(run)) for run in runs]
     if len(collected) == 2 and collected[0].title == collected[1].title:
         collected = [replace(run, title=f"{run.title} ({run.url})") for run in collected]
     content = page(collected).encode("utf-8", "replace")

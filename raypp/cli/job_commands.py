@@ -18,7 +18,7 @@ from raypp.errors import JobError, Problem
 @click.argument("section", required=False)
 def explain_command(section: str | None) -> None:
     """Explain the job file, one SECTION (pipeline.wire) or one key (mesh.pp)."""
-    from raypp.spec.explain import explain
+    from raypp.job.explain import explain
 
     columns = shutil.get_terminal_size((88, 24)).columns
     echo_lines(explain(section, width=max(50, min(columns, 100))), nl=False)
@@ -35,7 +35,7 @@ def schema_command() -> None:
 
     after `raypp schema > raypp.schema.json`.
     """
-    from raypp.spec.explain import schema
+    from raypp.job.explain import schema
 
     echo_json(schema(), indent=2)
 
@@ -48,8 +48,8 @@ def list_kinds_command(key: str | None, as_json: bool) -> None:
 
     With KEY (model.kind), list only the kinds of that key.
     """
+    from raypp.job.availability import CHOICES, Choice
     from raypp.kinds import STORES
-    from raypp.spec.availability import CHOICES, Choice
 
     every = CHOICES | {"checkpoint.url": Choice(STORES)}
     if key is not None and key not in every:
@@ -146,15 +146,9 @@ def files_of(name: str) -> list[str]:
 
 
 def write(name: str, job: Path) -> list[Path]:
-    """Copies a template to a file, and its other files to that folder; leaves equal ones.
-
-    Returns:
-        The paths of the files that were written.
-
-    Raises:
-        JobError: A file already exists with different content, so none is written; or a file cannot
-            be written.
-    """
+    """Copies a template to a file, and its other files to that folder; leaves equal ones. Returns
+    the paths of the files that were written. Raises JobError: a file already exists with different
+    content, so none is written; or a file cannot be written."""
     sources = {job if path == f"{name}.yaml" else job.parent / path: TEMPLATES / path for path in files_of(name)}
     contents = {path: source.read_bytes() for path, source in sources.items()}
     there = [path for path in contents if path.exists()]

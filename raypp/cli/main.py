@@ -36,7 +36,8 @@ FAMILIES = {
         "report": ("inspect_commands:report_command", "Write one HTML page about a run, or about two."),
         "save": ("run_commands:save_command", "Save a checkpoint now."),
         "stop": ("run_commands:stop_command", "Stop a run after a final checkpoint."),
-        "delete": ("delete_command:delete_command", "Delete a run that has ended, with all it has in the store."),
+        "queue": ("queue_commands:queue_group", "Show who waits for devices and who has them; change the line."),
+        "delete": ("run_commands:delete_command", "Delete a run that has ended, with all it has in the store."),
     },
     "Jobs": {
         "init": ("job_commands:init_command", "Write an example job and its data into this directory."),
@@ -124,13 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command.
-
-    Returns:
-        The exit code: 0 success, 1 the run failed, 2 the job file or the arguments are wrong, 3 no
-        cluster or store is reachable, 4 not enough resources, 130 interrupted. Errors have been
-        printed.
-    """
+    """Runs one command. Returns the exit code: 0 success, 1 the run failed, 2 the job file or the
+    arguments are wrong, 3 no cluster or store is reachable, 4 not enough resources, 130
+    interrupted. Errors have been printed."""
     arguments, debug = _take_debug(arguments)
     try:
         with bounded_command():

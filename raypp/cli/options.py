@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypp.cli.output import echo
-from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.errors import JobError, Problem
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
-from raypp.spec.paths import is_remote
-from raypp.spec.small_files import small_files
+from raypp.job.job import Job
+from raypp.job.load import job_document
+from raypp.job.paths import is_remote
+from raypp.job.small_files import small_files
 
 if TYPE_CHECKING:
-    from raypp.inference.source import Source  # NumPy, which the quick commands do not need
+    from raypp.tools.inference.source import Source  # NumPy, which the quick commands do not need
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,13 +33,8 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chosen_cluster(on_cluster: bool, address: str | None) -> Cluster | None:
-    """Returns the cluster that was asked for; None: this machine computes.
-
-    RAYPP_ADDRESS alone does not ask for one.
-
-    Raises:
-        UnreachableError: It does not answer, or there is none.
-    """
+    """Returns the cluster that was asked for; None: this machine computes. RAYPP_ADDRESS alone does
+    not ask for one. Raises UnreachableError: it does not answer, or there is none."""
     if not on_cluster and address is None:
         return None
     cluster = find_cluster(address)
@@ -49,14 +44,8 @@ def chosen_cluster(on_cluster: bool, address: str | None) -> Cluster | None:
 
 
 def note_paths(cluster: Cluster, source: Source, job: Job | None = None, files: Sequence[str] = ()) -> None:
-    """Says which paths every node must have, unless all ranks run on this machine.
-
-    Args:
-        cluster: The cluster.
-        source: The model.
-        job: Names data, if it reads any.
-        files: Other files that ranks read.
-    """
+    """Says which paths every node must have, unless all ranks run on this machine. `job`: names
+    data, if it reads any. `files`: other files that ranks read."""
     if cluster.embedded is not None:
         return
     named = [source.store, source.model.get("from_hf"), job.data.path if job is not None else None, *files]
@@ -77,11 +66,7 @@ def mesh_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pipeline_ranks(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Returns N of `pp=N`.
-
-    Raises:
-        JobError: It is something else.
-    """
+    """Returns N of `pp=N`."""
     del context, parameter
     match = re.fullmatch(r"pp=([1-9][0-9]{0,4})", value.strip())
     if match is None:

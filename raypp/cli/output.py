@@ -1,9 +1,7 @@
-"""Prints lines, JSON and errors for commands. No printed text can control the terminal.
-
-Commands print through this file, or through `console.py` if they need tables. Both show control
-characters as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands
-that print in another way.
-"""
+"""Prints lines, JSON and errors for commands. No printed text can control the terminal. Commands
+print through this file, or through `console.py` if they need tables. Both show control characters
+as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands that print in
+another way."""
 
 from __future__ import annotations
 
@@ -33,23 +31,13 @@ def styled(text: object, **style: Any) -> Styled:
 
 
 def echo(*parts: object, err: bool = False) -> None:
-    """Prints one line. A line feed in a part is shown as `\\n`, so that it stays one line.
-
-    Args:
-        parts: Printed without a space between them.
-        err: To standard error.
-    """
+    """Prints one line. A line feed in a part is shown as `\\n`, so that it stays one line. `parts`:
+    printed without a space between them. `err`: to standard error."""
     click.echo("".join(_shown(part, visible) for part in parts), err=err)
 
 
 def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
-    """Prints text that may have several lines, such as an error or a log.
-
-    Args:
-        parts: Printed without a space between them.
-        err: To standard error.
-        nl: Whether a line feed follows.
-    """
+    """Prints text that may have several lines, such as an error or a log."""
     click.echo("".join(_shown(part, visible_lines) for part in parts), err=err, nl=nl)
 
 
@@ -71,11 +59,7 @@ def echo_json(value: Any, indent: int | None = None) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file that the user named with `--out`.
-
-    Raises:
-        JobError: It cannot be written.
-    """
+    """Writes a file that the user named with `--out`. Raises JobError: it cannot be written."""
     try:
         path.write_bytes(content)
     except (OSError, ValueError) as error:
@@ -84,12 +68,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """Checks that a file which the user named with `--out` can be written, before long work for it.
-
-    Leaves an existing file as it is, and no new one.
-
-    Raises:
-        JobError: It cannot be written.
-    """
+    Leaves an existing file as it is, and no new one. Raises JobError: it cannot be written."""
     try:
         is_new = not os.path.lexists(path)
         with path.open("ab"):
@@ -123,10 +102,8 @@ def show_error(error: RayppError) -> None:
 
 
 def problem_parts(problem: Problem) -> list[str | Styled]:
-    """Formats a problem like `str(problem)`, in parts for `echo_lines`.
-
-    Further lines of its texts are indented, so that none poses as another problem or a fix.
-    """
+    """Formats a problem like `str(problem)`, in parts for `echo_lines`. Further lines of its texts
+    are indented, so that none poses as another problem or a fix."""
     key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
     place = _indented(" ".join(part for part in (problem.where, key) if part))
     fault, fix = _indented(problem.fault), _indented(problem.fix)

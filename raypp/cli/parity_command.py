@@ -16,9 +16,9 @@ from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json
 from raypp.environment import usable_cores
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
-from raypp.mesh.geometry import Mesh
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
+from raypp.job.job import Job
+from raypp.job.load import job_document
+from raypp.planning.geometry import Mesh
 
 _SHOWN = 8
 
@@ -40,12 +40,7 @@ _SHOWN = 8
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def parity_command(
-    job: Path,
-    overrides: tuple[str, ...],
-    steps: int,
-    tolerance: float | None,
-    max_ranks: int | None,
-    as_json: bool,
+    job: Path, overrides: tuple[str, ...], steps: int, tolerance: float | None, max_ranks: int | None, as_json: bool
 ) -> int:
     """Run a few steps of JOB on its mesh and in one process, and show where they differ.
 
@@ -60,7 +55,7 @@ def parity_command(
     _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then in one process …"):
         answer = ask(
-            "raypp.measure.parity",
+            "raypp.tools.parity",
             {"job": job_document(file.job), "steps": steps, "tolerance": tolerance},
             "the comparison",
         )
@@ -72,11 +67,7 @@ def parity_command(
 
 
 def _check_world(world: int, max_ranks: int | None) -> None:
-    """Refuses too many ranks: each is a process on this machine that imports torch.
-
-    Raises:
-        ResourcesError: There are too many ranks.
-    """
+    """Refuses too many ranks: each is a process on this machine that imports torch."""
     cores = usable_cores()
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:

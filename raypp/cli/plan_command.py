@@ -18,17 +18,19 @@ from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, plan_view, search_view
 from raypp.errors import EXIT_RESOURCES, JobError, size_text
-from raypp.observe.status import seconds_text
-from raypp.planning.costs import DEVICES, Costs, Device, write_costs
+from raypp.job.job import Job
+from raypp.job.job_file import JobFile
+from raypp.job.limits import RANKS, RATE
+from raypp.job.load import job_document
+from raypp.planning.costs import DEVICES, Costs, Device
+from raypp.planning.decide import settle
 from raypp.planning.decision import RankMemory
 from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
+from raypp.planning.measured_costs import write_costs
 from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.search import search as search_meshes
 from raypp.planning.sizes import sizes_remark
-from raypp.spec.job import Job
-from raypp.spec.job_file import JobFile
-from raypp.spec.limits import RANKS, RATE
-from raypp.spec.load import job_document
+from raypp.state.run_records.status import seconds_text
 
 
 class _Finite(click.FloatRange):
@@ -132,17 +134,10 @@ def plan_command(
 
 
 def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
-    """Plays a step of one rank of each pipeline rank, once where the plan is the same.
-
-    Returns:
-        For each pipeline rank: `planned`, the bytes of its tensors by plan; `played`, those of the
-        played step at its peak; `at`, the action of the peak; `rest`, the plan's other bytes;
-        `total`, those and the played ones.
-
-    Raises:
-        JobError: The plan is for a CPU, or such a step cannot be played.
-        RunFailedError: The step failed.
-    """
+    """Plays a step of one rank of each pipeline rank, once where the plan is the same. Returns for
+    each pipeline rank: `planned`, the bytes of its tensors by plan; `played`, those of the played
+    step at its peak; `at`, the action of the peak; `rest`, the plan's other bytes; `total`, those
+    and the played ones."""
     if plan.memory_device != "cuda":
         fix = "leave out --exact, or plan for a GPU: --set resources.device=cuda"
         raise JobError("--exact plays the step of a GPU, and this plan is for a CPU", fix)
@@ -153,14 +148,14 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
             if memory in answers:
                 continue
             step = f"playing a step of pp{pp}, {len(answers) + 1} of {len(set(plan.memory))}"
-            decided = file.job.with_reduction(plan.reduce_gradients)
+            decided = settle(file.job, plan.decision.facts).with_reduction(plan.reduce_gradients)
             request = {"job": job_document(decided), "rank": ranks[pp]}
 
             def show(report: Mapping[str, Any], step: str = step) -> None:
                 status.update(f"{step}: {report['action']} …")
 
             try:
-                answers[memory] = ask("raypp.measure.played_step", request, f"the played step of pp{pp}", show)
+                answers[memory] = ask("raypp.tools.played_step", request, f"the played step of pp{pp}", show)
             except JobError as error:
                 raise JobError(map(file.locate, error.problems)) from error
     return [
@@ -177,15 +172,11 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _measure(job: Job, path: Path) -> None:
-    """Measures costs in a process that may import torch, and writes them.
-
-    Raises:
-        RunFailedError: The measurement failed.
-    """
+    """Measures costs in a process that may import torch, and writes them."""
     request = {"job": job_document(job), "device": job.resources.device}
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
-        answer = ask("raypp.measure.model_costs", request, "the measurement")
+        answer = ask("raypp.tools.model_costs", request, "the measurement")
     measured = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
@@ -195,14 +186,9 @@ def _measure(job: Job, path: Path) -> None:
 
 
 def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
-    """Prints the changes that make a job fit.
-
-    Raises:
-        JobError: The memory of the device is unknown.
-        SystemExit: Nothing that was tried fits on the given devices (exit code 4).
-    """
+    """Prints the changes that make a job fit."""
     device = grounds.devices_for(job)[-1]
-    job = job.for_device(device.kind)
+    job = settle(job, device.facts)
     if not device.memory:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
@@ -218,16 +204,11 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
 
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Console) -> None:
     device = grounds.devices_for(job)[-1]
-    job = job.for_device(device.kind)
+    job = settle(job, device.facts)
     costs = grounds.costs or device
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
         result = search_meshes(
-            job,
-            grounds.machines_for(job),
-            costs,
-            device_memory=device.memory,
-            kind=device.kind,
-            patience_s=patience_s,
+            job, grounds.machines_for(job), costs, device_memory=device.memory, kind=device.kind, patience_s=patience_s
         )
     remark = sizes_remark(job.model)
     if as_json:

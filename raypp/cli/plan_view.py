@@ -11,16 +11,16 @@ from rich.padding import Padding
 
 from raypp.cli.console import Lines, Table, Text
 from raypp.errors import size_text, three_digits
-from raypp.observe.status import seconds_text
+from raypp.job.job import Job
+from raypp.job.precision import FP32
 from raypp.planning.decision import RankMemory
 from raypp.planning.forecast import Forecast
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.replica_sum_costs import ReplicaSums
+from raypp.planning.schedules.picture import drawn
+from raypp.planning.schedules.simulate import Slot
 from raypp.planning.search import SearchResult
-from raypp.schedules.picture import drawn
-from raypp.schedules.simulate import Slot
-from raypp.spec.job import Job
-from raypp.spec.precision import FP32
+from raypp.state.run_records.status import seconds_text
 from raypp.untrusted.text import shell_word
 
 MOST_RANKS = 16
@@ -31,14 +31,8 @@ _UNITS = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"))
 
 
 def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """Shows a whole plan, in sections.
-
-    Args:
-        job: The job.
-        plan: Its plan.
-        width: Width of the terminal, in columns.
-        played: What `--exact` found for each pipeline rank.
-    """
+    """Shows a whole plan, in sections. `width`: width of the terminal, in columns. `played`: what
+    `--exact` found for each pipeline rank."""
     parts: list[RenderableType] = [Text(plan.assumed, "yellow")] if plan.assumed else []
     parts.append(_title(job, plan))
     moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
@@ -46,7 +40,7 @@ def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, An
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
-        ("Precision", "", _precision(job, plan.memory_device)),
+        ("Precision", "", _precision(job, plan)),
         ("Memory per rank", moment, _memory(plan)),
         *([("Memory of a played step", _PLAYED.format(_unit(plan)[1]), _played(plan, played))] if played else ()),
         ("Host memory per node", "", _host(plan)),
@@ -110,10 +104,10 @@ def _schedule(job: Job, plan: Plan) -> str:
     return f"{plan.schedule}, {plan.microbatches} microbatches of {rows}{ahead}"
 
 
-def _precision(job: Job, kind: str) -> str:
-    dtypes = job.for_device(kind).train.dtypes
+def _precision(job: Job, plan: Plan) -> str:
+    dtypes = plan.decision.job.train.dtypes
     if job.train.precision == "auto":
-        both = kind == "cuda" and job.resources.device == "auto"
+        both = plan.memory_device == "cuda" and job.resources.device == "auto"
         return f"auto: {dtypes.name} on CUDA, fp32 on CPUs" if both else f"auto: {dtypes.summary}"
     if dtypes.narrow_weights:
         return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"

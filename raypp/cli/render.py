@@ -13,9 +13,20 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.clusters.known_runs import RunPlace
-from raypp.observe.status import LOST, clock, date_and_clock, duration, loss_text, mesh_text, quantity, rank_label
+from raypp.control.clusters.known_runs import RunPlace
 from raypp.records import Event
+from raypp.state.run_records.status import (
+    LOST,
+    clock,
+    date_and_clock,
+    duration,
+    loss_text,
+    memory_text,
+    mesh_text,
+    quantity,
+    rank_label,
+    speed_text,
+)
 
 _STATE_STYLES = {
     "PENDING": "yellow",
@@ -34,6 +45,7 @@ _EVENT_STYLES = {
     "stop_requested": "yellow",
     "stopped": "bold yellow",
     "tracker_stopped": "yellow",
+    "on_end_failed": "yellow",
     "tracker_dropped": "yellow",
     "committed": "green",
     "succeeded": "bold green",
@@ -61,10 +73,8 @@ def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
 def curve(
     rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60, height: int = 8
 ) -> RenderableType | None:
-    """Draws the loss of a run's history; None if there is nothing to draw yet.
-
-    Of very many steps, only every n-th is read: the live screen draws it twice a second.
-    """
+    """Draws the loss of a run's history; None if there is nothing to draw yet. Of very many steps,
+    only every n-th is read: the live screen draws it twice a second."""
     lines = loss_curve(
         [(row["step"], row["loss"]) for row in (*rows[:: 1 + len(rows) // _MOST_POINTS], *rows[-1:])],
         width=min(width, console.width - 4),
@@ -91,12 +101,14 @@ def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], co
     pairs: list[tuple[str, RenderableType]] = [
         ("step", f"{step} of {steps}{share}" if steps else f"{step}"),
         ("loss", loss_text(status["loss"])),
-        ("tokens/s", quantity(status["tokens_per_s"])),
+        ("tokens/s", speed_text(status)),
         ("attempt", f"{status['attempt']}  (restarts: {status['restarts']})"),
         ("checkpoint", status["checkpoint"] or "none yet"),
     ]
     if rows and (used := used_text(rows[-1])):
         pairs.append(("data", used))
+    if short := memory_text(status):
+        pairs.append(("memory", short))
     if status["mesh"]:
         pairs.append(("mesh", mesh_text(status["mesh"])))
     if status.get("updated_at"):
@@ -141,15 +153,10 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
 
 
 def runs_table(runs: Sequence[tuple[Mapping[str, Any], RunPlace]], width: int | None) -> RenderableType:
-    """Shows one line per run. Lists errors below the table.
-
-    Names are never truncated, because they often differ in their last characters: where they leave
-    too little room, the last of the other columns are left out.
-
-    Args:
-        runs: The status of each, as in `status --json`, and its place.
-        width: Columns of the terminal; None without one: all columns, and the errors in the last.
-    """
+    """Shows one line per run. Lists errors below the table. Names are never truncated, because they
+    often differ in their last characters: where they leave too little room, the last of the other
+    columns are left out. `runs`: the status of each, as in `status --json`, and its place. `width`:
+    columns of the terminal; None without one: all columns, and the errors in the last."""
     statuses, places = [status for status, _ in runs], [place.url for _, place in runs]
     columns: dict[str, list[str | Text]] = {
         "run": [Text(status["run"], style="bold") for status in statuses],
@@ -161,9 +168,11 @@ def runs_table(runs: Sequence[tuple[Mapping[str, Any], RunPlace]], width: int | 
         "age": ["–" if not one.submitted_at else duration(time.time() - one.submitted_at) for _, one in runs],
         "cluster": [(place.address or "–").removeprefix("http://") for _, place in runs],
     }
+    if any(status.get("waited_s") for status in statuses):
+        columns["waited"] = ["–" if not (one := status.get("waited_s")) else duration(one) for status in statuses]
     taken = {name: 2 + max(map(len, (name, *cells))) for name, cells in columns.items()}
-    for name in ("restarts", "cluster", "age", "tokens/s", "loss"):
-        if width is not None and sum(taken.values()) > width:
+    for name in ("restarts", "cluster", "waited", "age", "tokens/s", "loss"):
+        if width is not None and name in columns and sum(taken.values()) > width:
             del columns[name], taken[name]
     one_place = width is not None and len(set(places)) == 1
     if width is None or (not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE):
@@ -189,10 +198,8 @@ def runs_table(runs: Sequence[tuple[Mapping[str, Any], RunPlace]], width: int | 
 
 
 def show_event(console: Console, event: Event, *, date: bool = False) -> None:
-    """Prints one event: time, kind, message and cause, place.
-
-    Without a terminal it is a single line, for grep.
-    """
+    """Prints one event: time, kind, message and cause, place. Without a terminal it is a single
+    line, for grep."""
     when = date_and_clock(event.time) if date else clock(event.time)
     kind = Text(f"{event.kind:<15}", style=event_style(event))
     if console.is_terminal:

@@ -1,4 +1,4 @@
-"""`raypp submit | save | stop`: start a run, show it live, and control it."""
+"""`raypp submit | save | stop | delete`: start a run, show it live, control it, and remove it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from rich.spinner import Spinner
 
 import raypp
 from raypp.api.checked_job import load_checked_job
-from raypp.api.find_run import POLL_S, Records, follow
-from raypp.api.run import Run, end_in_words
-from raypp.api.submission import JobWatch, prepare, start
-from raypp.checkpoint.run_spec import read_end
+from raypp.api.run_control import RunControl, end_in_words
+from raypp.api.submission import JobWatch, enqueue, prepare, start
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
-from raypp.cli.output import echo, echo_json, json_text, say
+from raypp.cli.output import confirmed, echo, echo_json, json_text, say
+from raypp.cli.queue_commands import wait_in_line
 from raypp.cli.render import curve, error_facts, facts, one_line, show_event, state_text
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
-from raypp.errors import EXIT_INTERRUPTED
-from raypp.observe.reader import RunReader
-from raypp.observe.status import date_and_clock, duration, is_final, loss_text, quantity
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import POLL_S, Records, follow
+from raypp.control.queue.line import PRIORITIES
+from raypp.control.queue.ticket import Priority
+from raypp.errors import EXIT_INTERRUPTED, size_text
 from raypp.records import END_EVENTS, Event, RunState
+from raypp.state.checkpoint.run_spec import read_end
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import date_and_clock, duration, is_final, loss_text, quantity
 from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
@@ -53,6 +56,12 @@ _PLACE_KEYS = {"job_id": "submission_id", "address": "address", "url": "url"}
 @click.option("--dry-run", is_flag=True, help="Check everything, including the store and the cluster. Start nothing.")
 @click.option("--resume", is_flag=True, help="Resume the run of this name from its newest checkpoint.")
 @click.option("--name", metavar="NAME", help="The run's name, in place of the job's.")
+@click.option("--now", is_flag=True, help="Do not wait in line: end with exit code 4 if the devices are taken.")
+@click.option(
+    "--priority", type=click.Choice(list(PRIORITIES)), default="normal", help="Of a run that has to wait.  [normal]"
+)
+@click.option("--after", multiple=True, metavar="RUN", help="Wait until RUN has succeeded. May be repeated.")
+@click.option("--user", metavar="NAME", help="Whose run it is, for the record.  [default: your login]")
 def submit_command(
     job: Path,
     overrides: tuple[str, ...],
@@ -62,29 +71,42 @@ def submit_command(
     dry_run: bool,
     resume: bool,
     name: str | None,
+    now: bool,
+    priority: Priority,
+    after: tuple[str, ...],
+    user: str | None,
 ) -> None:
     """Check JOB, submit it to the cluster, and follow the run to its end.
 
-    The run continues after Ctrl-C. The exit code is that of the run: 0 if it succeeded, 1 if it
-    failed.
+    While the devices are taken, the run waits in line. It waits or continues after Ctrl-C. The exit
+    code is that of the run: 0 if it succeeded, 1 if it failed.
     """
     options = [("--set", one) for one in overrides] + [("--address", address), ("--name", name)]
     given = [word for option, value in options if value is not None for word in (option, value)]
     again = " ".join(map(shell_word, ["raypp", "submit", str(job), *given]))
     overrides += (f"name={json_text(name)}",) if name is not None else ()
-    prepared = prepare(load_checked_job(job, overrides), address, resume, say)
+    prepared = prepare(load_checked_job(job, overrides), address, resume, say, now=now, after=after)
     file, store, cluster = prepared.file, prepared.store, prepared.cluster
     if dry_run:
         echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started", err=as_json)
         echo(f"  {_sides(prepared.versions)}", err=as_json)
+        if prepared.waits:
+            echo(f"  it would wait in line: {prepared.waits}", err=as_json)
         if as_json:
             _print_json({"run": file.job.name}, RunPlace(store.url, file.job.name, cluster.address))
         return
     view = LiveView()
     if resume:
         view.skip_earlier_records(RunReader(store, file.job.name))
+    if prepared.waits:
+        place = wait_in_line(enqueue(prepared, say, priority, user), prepared.waits, detach, as_json)
+        if detach:
+            if as_json:
+                _print_json({"run": place.name, "state": str(RunState.PENDING)}, place)
+            return
+        raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json, again))
     try:
-        place = start(prepared, say)
+        place = start(prepared, say, user=user)
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ()):
             echo(err=True)
@@ -108,7 +130,7 @@ def submit_command(
 @click.argument("run")
 def save_command(run: str) -> None:
     """Save a checkpoint of RUN now. Returns when it is committed."""
-    active = Run.find(run)
+    active = RunControl.find(run)
     saved = active.save(_still_waiting(f"{run}: the checkpoint is not committed yet"))
     echo(f"{active.name}: step {saved['step']} is committed: {saved['what']}")
 
@@ -118,10 +140,30 @@ def save_command(run: str) -> None:
 @click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
-    active = Run.find(run)
+    active = RunControl.find(run)
     already = "has ended already: " if is_final(active.status()) else ""
     end = active.stop(not no_save, _still_waiting(f"{run}: the run has not ended yet"))
     echo(f"{active.name}: {already}{end_in_words(end)}")
+
+
+@click.command("delete")
+@click.argument("run")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def delete_command(run: str, dry_run: bool, yes: bool) -> None:
+    """Delete RUN: its checkpoints, records and logs, after it has ended."""
+    found = RunControl.find(run)
+    facts = found.delete(dry_run=True)
+    what = f"{size_text(facts['bytes'])}: {len(facts['checkpoints'])} checkpoints, {facts['objects']} objects"
+    what += f" below {found.place.url.rstrip('/')}/{found.name}"
+    what += f" ({facts['left']} others there, which the run did not write, stay)" if facts["left"] else ""
+    if dry_run or not yes:
+        echo(f"{found.name}: would free {what}")
+    if dry_run:
+        return
+    if yes or confirmed("Delete it?"):
+        found.delete()
+        echo(f"{found.name}: freed {what}")
 
 
 def _still_waiting(state: str) -> Callable[[], None]:
@@ -185,16 +227,10 @@ EventKey = tuple[float, str, str, "int | None"]
 
 
 class LiveView:
-    """Shows one run while it is active.
-
-    On a terminal, one line is updated in place and events scroll above it. Elsewhere it prints
-    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of
-    a run that is resumed.
-
-    Args:
-        console: Where to write; standard output by default.
-        poll_s: Seconds between polls of the run's records.
-    """
+    """Shows one run while it is active. On a terminal, one line is updated in place and events
+    scroll above it. Elsewhere it prints about twenty plain lines for the whole run. Call
+    `skip_earlier_records` before the submission of a run that is resumed. `console`: where to
+    write; standard output by default. `poll_s`: seconds between polls of the run's records."""
 
     def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
         self.console = console or Console()
@@ -214,15 +250,9 @@ class LiveView:
         self._shown_step = rows[-1]["step"] if rows else 0
 
     def follow(self, place: RunPlace, reader: RunReader, over: Callable[[], bool] | None = None) -> Records:
-        """Shows the run until it ends, or until `over` says so.
-
-        Returns:
-            The last records. Their state is final unless `over` ended the loop.
-
-        Raises:
-            StoreError: The store did not respond; see `api.find_run`.
-            KeyboardInterrupt: Ctrl-C. The run itself continues.
-        """
+        """Shows the run until it ends, or until `over` says so. Returns the last records. Their
+        state is final unless `over` ended the loop. Raises StoreError: the store did not respond;
+        see `api.find_run`. Raises KeyboardInterrupt: Ctrl-C. The run itself continues."""
         self._started = time.monotonic()
         moving = Live(get_renderable=self._moving_line, console=self.console, transient=True, refresh_per_second=8)
         with moving if self.console.is_terminal else nullcontext():
@@ -345,11 +375,8 @@ def print_next(console: Console, place: RunPlace, status: Mapping[str, Any], aga
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> list[tuple[str, str]]:
-    """Returns commands that are useful now, each with its purpose.
-
-    Args:
-        again: The command that submitted the run.
-    """
+    """Returns commands that are useful now, each with its purpose. `again`: the command that
+    submitted the run."""
     name, resume, commands = shell_word(place.name), f"{again} --resume", []
     if not is_final(status):
         commands += [
@@ -369,7 +396,10 @@ def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> lis
         if status["state"] in ("FAILED", "STOPPED"):
             commands.append((resume, "resume from the checkpoint"))
         elif status["state"] == "SUCCEEDED":
-            commands.append((f"{resume} --set train.steps={2 * status['steps']}", "train longer"))
+            longer = re.sub(r" --set train\.steps=\S+", "", resume)
+            commands.append((f"{longer} --set train.steps={2 * status['steps']}", "train longer"))
+    elif status["state"] == "FAILED":
+        commands.append((f"raypp delete {name}", "free the name, for another try"))
     return commands
 
 

@@ -13,13 +13,13 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 
-from raypp.api.find_run import Records, follow
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
-from raypp.clusters.known_runs import RunPlace
-from raypp.observe.reader import RunReader
-from raypp.observe.status import clock, duration, is_final, loss_text, mesh_text, quantity, row_label
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import Records, follow
 from raypp.records import Event
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import clock, duration, is_final, loss_text, mesh_text, quantity, row_label
 
 _CELL = 13
 _EVENTS = 6
@@ -35,15 +35,8 @@ _RANK_STYLES = {
 
 
 def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
-    """Shows the run until it ends.
-
-    Returns:
-        The last records.
-
-    Raises:
-        StoreError: The store did not respond for a minute.
-        KeyboardInterrupt: Ctrl-C. The run itself continues.
-    """
+    """Shows the run until it ends. Returns the last records. Raises StoreError: the store did not
+    respond for a minute. Raises KeyboardInterrupt: Ctrl-C. The run itself continues."""
     following = follow(place, reader)
     records = next(following)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, after which the terminal is as before
@@ -114,10 +107,7 @@ def _head(records: Records) -> RenderableType:
 
 def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[RenderableType]:
     """Draws the ranks, one column per pipeline rank; if they do not fit, their number by state.
-
-    Returns:
-        Its lines.
-    """
+    Returns its lines."""
     ranks = status["ranks"]
     if not ranks:
         return [Text("  no ranks now", style="dim")]

@@ -13,21 +13,21 @@ import click
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from raypp.api.find_run import ended_status, find_run, present_status
 from raypp.cli.console import Table, Text, wide_console
 from raypp.cli.output import echo, write_file
 from raypp.cli.render import facts
-from raypp.clusters import known_runs
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
+from raypp.control.clusters import known_runs
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import ended_status, find_run, present_status
 from raypp.errors import JobError, Problem, UnreachableError
-from raypp.observe.chrome_trace import chrome_trace
-from raypp.observe.reader import RunReader
-from raypp.observe.status import is_final, seconds_text
-from raypp.observe.trace import MOST_STEPS, RankTrace, TracePlace, list_traces, newest_trace, read_trace
-from raypp.observe.trace_analysis import Analysis, RankTimes, analyse, measured_cards, measured_links
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import is_final, seconds_text
+from raypp.state.run_records.trace import MOST_STEPS, RankTrace, TracePlace, list_traces, newest_trace, read_trace
 from raypp.storage import ObjectStore, open_store
+from raypp.tools.chrome_trace import chrome_trace
+from raypp.tools.trace_analysis import Analysis, RankTimes, analyse, measured_cards, measured_links
 from raypp.untrusted.text import shell_word
 
 _POLL_S = 0.5
@@ -74,10 +74,8 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
 
 
 def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:
-    """Asks the run's controller for a trace, and waits until all ranks have written their parts.
-
-    If the attempt ends before that, its trace is lost, and the next attempt is asked.
-    """
+    """Asks the run's controller for a trace, and waits until all ranks have written their parts. If
+    the attempt ends before that, its trace is lost, and the next attempt is asked."""
     cluster = known_runs.cluster_of(place)
     patient = False
     while True:
@@ -91,14 +89,7 @@ def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: i
 
 
 def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, patient: bool) -> int:
-    """Asks for a trace. Returns the attempt that was asked.
-
-    Args:
-        patient: Wait until the run trains.
-
-    Raises:
-        JobError: The run does not train, or has ended.
-    """
+    """Asks for a trace. Returns the attempt that was asked."""
     while True:
         status = present_status(place, reader)
         answer = client.command_run(cluster, place, "timeline", steps)
@@ -122,12 +113,7 @@ def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, 
 def _parts_of(
     place: RunPlace, reader: RunReader, store: ObjectStore, before: set[TracePlace], attempt: int
 ) -> list[RankTrace] | None:
-    """Waits for the parts of all ranks; None if the attempt ends before they are written.
-
-    Raises:
-        JobError: The run has ended without them.
-        UnreachableError: Some ranks of a running attempt have not written theirs.
-    """
+    """Waits for the parts of all ranks; None if the attempt ends before they are written."""
     since = over = None
     while True:
         status = present_status(place, reader)  # before looking at the store: an ended attempt has written its parts

@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster: submission, the controller and its state machine, and the workers."""
+"""Who leads a run on Ray, and what follows a failure. `tools`, `api` and `cli` import it."""

@@ -22,11 +22,11 @@ from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
-from raypp.mesh.geometry import Mesh
-from raypp.observe.status import RankStatus
+from raypp.job.job import Job
 from raypp.planning.decision import Decision
+from raypp.planning.geometry import Mesh
 from raypp.records import RankFailure
-from raypp.spec.job import Job
+from raypp.state.run_records.status import RankStatus
 
 _START_TIMEOUT_S = 180.0
 _REUSED_TIMEOUT_S = 10.0
@@ -57,7 +57,6 @@ class Attempt:
     """One attempt of a run. Its processes may have taken part in earlier ones.
 
     Args:
-        number: As claimed in the store.
         job: With the mesh of this attempt.
         decide: Returns what is decided for it, given whether all its nodes have a C compiler,
             and the rate of the slowest network; 0 if unknown.
@@ -86,13 +85,9 @@ class Attempt:
         self.placement.request()
 
     def adopt(self, living: Sequence[LivingWorker], places: Sequence[RankStatus] = (), step: int = 0) -> None:
-        """Takes over an attempt that an earlier controller process started.
-
-        Args:
-            living: Its living workers. A rank without one has failed.
-            places: Where the ranks were, as far as it is known.
-            step: The last step known to be done.
-        """
+        """Takes over an attempt that an earlier controller process started. `living`: its living
+        workers. A rank without one has failed. `places`: where the ranks were, as far as it is
+        known. `step`: the last step known to be done."""
         self._to(AttemptPhase.RUNNING)
         by_rank = {one.seat.rank: (actor, one) for actor, one in living if one.seat is not None}
         known = {one.rank: one for one in places}
@@ -139,12 +134,9 @@ class Attempt:
 
     def end(self, keep: bool, suspects: Collection[int] = ()) -> None:
         """Ends the attempt in every process; `poll` returns `AttemptEnded` when that is done.
-
-        Args:
-            keep: Asks processes that can take part in the next attempt to leave, and ends only
-                those that do not leave in time. Otherwise all are ended.
-            suspects: Ranks whose processes are ended in any case.
-        """
+        `keep`: asks processes that can take part in the next attempt to leave, and ends only those
+        that do not leave in time. Otherwise all are ended. `suspects`: ranks whose processes are
+        ended in any case."""
         if self.phase in (AttemptPhase.ENDING, AttemptPhase.ENDED):
             return
         begun = self.phase is AttemptPhase.RUNNING
@@ -248,7 +240,7 @@ class Attempt:
         seats = seats_for(self.workers.request.run, self.number, self.mesh, self.ranks, self.workers.device)
         for rank, seat in zip(self.ranks, seats, strict=True):
             rank.seat, rank.state = seat, "starting"
-            rank.pending = rank.actor.begin.remote(document, seat, rank.bundle, self.workers.relays.of(rank.bundle))
+            rank.pending = rank.actor.begin.remote(document, seat, rank.bundle)
 
     # Running and ending ---------------------------------------------------------------------------
 
@@ -260,11 +252,9 @@ class Attempt:
         return [RankFailed(failure) for failure in failures]
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
-        """Waits until no process is in this attempt any more.
-
-        Reports failures that are found late: the cause where only lost peers are known, and ranks
-        that died together with the first one.
-        """
+        """Waits until no process is in this attempt any more. Reports failures that are found late:
+        the cause where only lost peers are known, and ranks that died together with the first
+        one."""
         self._ends.examine = not (self._killed or self._ends.explained)
         late = [
             failure

@@ -36,18 +36,15 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
 
 
 def unreported_end(error: BaseException, seat: Seat) -> RankFailure:
-    """Returns the failure of a rank that could not tell how it ended, because of this
-    exception."""
+    """Returns the failure of a rank that could not tell how it ended, because of this exception."""
     cause = f"{type(error).__name__} kept the rank from telling how it ended; see its log"
     return RankFailure(seat.rank, seat.label, seat.node, os.getpid(), FailureKind.UNKNOWN, cause)
 
 
 def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
-    """Returns the kind of failure of an exception, and the cause as text.
-
-    An exception declares its kind (`RayppError.failure_kind`). When that is only a symptom, or when
-    it declares none, the exceptions that caused it count, too.
-    """
+    """Returns the kind of failure of an exception, and the cause as text. An exception declares its
+    kind (`RayppError.failure_kind`). When that is only a symptom, or when it declares none, the
+    exceptions that caused it count, too."""
     declared = error.failure_kind if isinstance(error, RayppError) else None
     text = origin_in_words(error)
     if declared is not None and not declared.traits.symptom:

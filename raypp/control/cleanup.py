@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypp.control.process_log import say
 from raypp.control.protocol import NAMESPACE, WorkerStatus
 from raypp.control.ray_nodes import all_nodes
-from raypp.memory.files import files_of, keep_run, remove_run
+from raypp.state.memory.files import files_of, keep_run, remove_run
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,9 @@ def end_actor(actor: Any) -> None:
 
 
 def exit_if_ended() -> None:
-    """Ends this process if Ray no longer has its actor.
-
-    Ray 2.60 does not end the process of an actor that was being created when the head restarted
-    (github.com/ray-project/ray/issues/63763): Ray considers it dead, but it would keep its memory
-    and device.
-    """
+    """Ends this process if Ray no longer has its actor. Ray 2.60 does not end the process of an
+    actor that was being created when the head restarted (github.com/ray-project/ray/issues/63763):
+    Ray considers it dead, but it would keep its memory and device."""
     name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
     if not name:
         return
@@ -89,11 +86,8 @@ def end_workers(run: str) -> None:
 
 def look_after_snapshots(life: str, keep: bool) -> None:
     """Removes an ended run's snapshots from the memory of every living node, or keeps them there
-    for a resume. The processes that wrote them must have ended.
-
-    A node that does not answer in time keeps them until the next job that starts there, or until it
-    is shut down.
-    """
+    for a resume. The processes that wrote them must have ended. A node that does not answer in time
+    keeps them until the next job that starts there, or until it is shut down."""
     nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
     task: Any = ray.remote(num_cpus=0, max_retries=0)(keep_run if keep else remove_local_snapshots)
     try:

@@ -9,36 +9,37 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from raypp.checkpoint.run_spec import read_end
-from raypp.clusters.dashboard import DashboardError, NodeResources
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
 from raypp.control.cluster_call import Call, last_answer, lines_of, python_of, refused
+from raypp.control.clusters.dashboard import DashboardError, NodeResources
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, deposit
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
-from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
+from raypp.control.protocol import RunRequest, forks_workers
 from raypp.control.reshape import best_for, reshaped
 from raypp.errors import JobError, Problem, ResourcesError, size_text
+from raypp.job.availability import own_files
+from raypp.job.job import Job
+from raypp.job.load import job_document
+from raypp.job.precision import DtypeName
+from raypp.job.secret import secrets_of, without_secrets
+from raypp.job.small_files import FOLDER
+from raypp.job.trackers import missing_for_trackers, tracker_variables
 from raypp.kinds import STORES
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.shapes import shapes
-from raypp.planning.decide import ON_CPUS, settle
+from raypp.planning.decide import ON_CPUS, fp16_remark, settle
 from raypp.planning.decision import Facts
 from raypp.planning.fit_search import memory_problems
+from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import offload_problems
+from raypp.planning.shapes import shapes
 from raypp.records import RunState
 from raypp.registry import load_object
-from raypp.spec.availability import own_files
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
-from raypp.spec.secret import secrets_of, without_secrets
-from raypp.spec.small_files import FOLDER
-from raypp.spec.trackers import missing_for_trackers, tracker_variables
+from raypp.state.checkpoint.run_spec import read_end
 from raypp.storage import ObjectStore
 from raypp.untrusted.text import shell_word
 
@@ -47,31 +48,30 @@ _BEFORE_AMPERE = re.compile(
     r"Tesla|Quadro|TITAN|GTX|MX\d|RTX 20[678]0|\b([KMP]\d0|P4|P100|V100S?|T4G?|T[46]00|T1[02]00)\b"
 )
 """Names of NVIDIA's cards of compute capability below 8.0, which have no bf16."""
+_SINCE_VOLTA = re.compile(r"RTX|TITAN V|GTX 16|Quadro T|\b(V100S?|T4G?|T[46]00|T1[02]00)\b")
+"""Those of them that have fast products in fp16."""
 
 Waiting = Callable[[], None]
 """Called once if an answer takes longer than a minute."""
 
 
-def check_resources(job: Job, cluster: Cluster) -> tuple[Facts, Job]:
+def check_resources(job: Job, cluster: Cluster, *, idle: bool = False) -> tuple[Facts, Job]:
     """Returns what decisions take into account of the cluster, when enough devices are free, and
-    the job with what is decided for the life of its run.
-
-    Raises:
-        UnreachableError: The cluster does not answer.
-        ResourcesError: There are fewer free devices than ranks; names the free ones and a mesh that
-            fits. Or a rank needs more memory than the largest GPU has; names changes that fit. Or
-            the nodes' memory is too small for what the job offloads.
-    """
+    the job with what is decided for the life of its run. `idle`: as if no other run were there.
+    Raises UnreachableError: The cluster does not answer. Raises ResourcesError: There are fewer
+    free devices than ranks; names the free ones and a mesh that fits. Or a rank needs more memory
+    than the largest GPU has; names changes that fit. Or the nodes' memory is too small for what the
+    job offloads."""
     nodes = cluster.dashboard.nodes()
-    facts = facts_of(device_for(job, nodes, embedded=cluster.embedded is not None), nodes)
+    if idle:
+        nodes = [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes]
+    facts = facts_of(device_for(job, nodes, embedded=cluster.embedded is not None, idle=idle), nodes)
     return facts, settle(job, facts)
 
 
 def facts_of(device: str, nodes: Sequence[NodeResources]) -> Facts:
-    """Returns what a decision takes into account of these nodes.
-
-    A card with an unknown name is taken to have bf16; if it has not, its rank refuses the job.
-    """
+    """Returns what a decision takes into account of these nodes. A card with an unknown name is
+    taken to have bf16; if it has not, its rank refuses the job."""
     if device == "cpu":
         return ON_CPUS
     used = [node for node in nodes if node.gpus >= 1]
@@ -81,29 +81,31 @@ def facts_of(device: str, nodes: Sequence[NodeResources]) -> Facts:
         gpus=tuple(int(node.gpus) for node in used),
         cards=tuple(names),
         memory=_smallest_gpu(nodes),
-        bf16=not any(map(_BEFORE_AMPERE.search, names)),
+        precision=_auto_on(names),
     )
 
 
-def check_trackers(job: Job, cluster: Cluster) -> None:
-    """Checks that the job's trackers have what they need, as far as this machine can know.
+def _auto_on(cards: Sequence[str]) -> DtypeName:
+    """Returns what `train.precision: auto` is on cards of these names."""
+    old = [name for name in cards if _BEFORE_AMPERE.search(name)]
+    return ("fp16" if all(map(_SINCE_VOLTA.search, old)) else "fp32") if old else "bf16"
 
-    Raises:
-        JobError: One lacks its key or its address. On the embedded cluster also: its library.
-    """
+
+def check_trackers(job: Job, cluster: Cluster) -> None:
+    """Checks that the job's trackers have what they need, as far as this machine can know. Raises
+    JobError: one lacks its key or its address. On the embedded cluster also: its library."""
     embedded = cluster.embedded
     here = embedded is not None and embedded.python == sys.executable
     if problems := missing_for_trackers(job, os.environ, here=here):
         raise JobError(problems)
 
 
-def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False, training: bool = True) -> str:
-    """Returns the device of `check_resources`, for the nodes of a cluster.
-
-    Args:
-        embedded: Whether `raypp local up` started the cluster.
-        training: Whether the job is trained. If not, its memory is not checked.
-    """
+def device_for(
+    job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False, training: bool = True, idle: bool = False
+) -> str:
+    """Returns the device of `check_resources`, for the nodes of a cluster. `embedded`: whether
+    `raypp local up` started the cluster. `training`: whether the job is trained. If not, its memory
+    is not checked. `idle`: whether what is free is all that the nodes have."""
     world, cpus = job.mesh.world, job.resources.cpus_per_rank
     device, elastic = job.resources.device, job.recovery.elastic_options
     if device == "auto":
@@ -131,24 +133,27 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
     free_gpus = sum(int(node.free_gpus) for node in nodes)
     too_large = best_for(job, total) is not None  # an elastic job, whose smaller meshes need too much memory
+    ended = "" if idle else "end another run, or "
+    fix = f"{ended}add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus, ended)
     why = f"; on fewer, ranks are planned to need more memory than a GPU has ({size_text(smallest)})"
     raise ResourcesError(
         Problem(
             "mesh",
-            f"{world} ranks need {world} {units}; {total} are free ({where or 'the cluster has no node'})"
-            + (why if too_large else ""),
-            "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
+            f"{world} ranks need {world} {units}; {total} are {'there' if idle else 'free'} "
+            f"({where or 'the cluster has no node'})" + (why if too_large else ""),
+            fix,
         )
     )
 
 
-def precision_remark(asked: Job, job: Job, device: str) -> str | None:
-    """Returns what `train.precision: auto` is on the ranks' devices; None if it is not auto."""
+def precision_remark(asked: Job, job: Job, facts: Facts) -> str:
+    """Returns what `train.precision: auto` is on the ranks' devices, or `fp16_remark`."""
     if asked.train.precision != "auto":
-        return None
-    where = "on CPUs" if device == "cpu" else "on these GPUs"
-    lacks = "" if device == "cpu" or job.train.precision != "fp32" else ", of which some have no bf16"
-    return f"train.precision: auto is {job.train.precision} {where}{lacks}"
+        return fp16_remark(asked, facts)
+    where = "on CPUs" if facts.device == "cpu" else "on these GPUs"
+    lacks = "" if facts.device == "cpu" or job.train.precision == "bf16" else ", of which some have no bf16"
+    scaled = " with loss scaling" if job.train.dtypes.scales_loss else ""
+    return f"train.precision: auto is {job.train.precision}{scaled} {where}{lacks}"
 
 
 def _smallest_gpu(nodes: Sequence[NodeResources]) -> int:
@@ -175,16 +180,16 @@ def _lacks_cpus(node: NodeResources, free: int, device: str) -> bool:
     return device == "cuda" and free < int(node.free_gpus)
 
 
-def _way_out(job: Job, free: int, device: str, embedded: bool, free_gpus: int) -> str:
+def _way_out(job: Job, free: int, device: str, embedded: bool, free_gpus: int, ended: str) -> str:
     fitting = fitting_mesh(job, free)
     mesh = f"a mesh that fits: {fitting}; or " if fitting else ""
     if device == "cuda" and free_gpus >= job.mesh.world:
         return f"{mesh}lower resources.cpus_per_rank, or start Ray there with a larger --num-cpus"
     if device == "cuda" and not free:
-        return "end another run, add nodes with GPUs (Ray finds them by nvidia-smi), or use resources.device cpu"
+        return f"{ended}add nodes with GPUs (Ray finds them by nvidia-smi), or use resources.device cpu"
     if embedded and device == "cpu":
-        return f"{mesh}end another run, or `raypp local down` and `raypp local up --cpus {job.mesh.world}`"
-    return f"{mesh}end another run, or add nodes"
+        return f"{mesh}{ended}`raypp local down` and `raypp local up --cpus {job.mesh.world}`"
+    return f"{mesh}{ended}add nodes"
 
 
 def fitting_mesh(job: Job, free: int) -> str | None:
@@ -200,31 +205,30 @@ def fitting_mesh(job: Job, free: int) -> str | None:
 
 
 def submit_run(
-    job: Job,
-    cluster: Cluster,
-    url: str,
-    *,
-    facts: Facts = ON_CPUS,
-    number: int = 0,
-    before: Callable[[], None] = lambda: None,
-    files: Mapping[str, bytes] = MappingProxyType({}),
-    rank_function: str | None = None,
-    relays_from_ranks: int = RELAYS_FROM_RANKS,
+    job: Job, cluster: Cluster, url: str, *, before: Callable[[], None] = lambda: None, **options: Any
 ) -> str:
-    """Submits a checked job to the cluster as a Ray job, and returns the job's id.
+    """Submits a checked job, whose `options` are those of `ray_job`, and returns the Ray job's id.
+    Its spec must be in the store, unless `before` writes it: that is called when only the
+    submission itself is left to do. Raises UnreachableError: the cluster does not answer, or
+    refuses the job."""
+    document = ray_job(job, cluster, url, **options)
+    before()
+    try:
+        return cluster.dashboard.submit_job(document)
+    except DashboardError as error:
+        raise refused(error) from None
 
-    Args:
-        job: Its spec must be in the store, unless `before` writes it.
-        url: The store's absolute URL, in the store's own form.
-        facts: What decisions take into account of the cluster.
-        number: Of its spec; 0: the newest.
-        before: Called when only the submission itself is left to do.
-        files: The job's small files, by `stored_name`.
-        rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
-    Raises:
-        UnreachableError: The cluster does not answer, or refuses the job.
-    """
+def ray_job(
+    job: Job, cluster: Cluster, url: str, *, facts: Facts = ON_CPUS, number: int = 0, user: str = "",
+    files: Mapping[str, bytes] = MappingProxyType({}), rank_function: str | None = None, later: bool = False,
+    after: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the Ray job of a run, as `Dashboard.submit_job` takes it; the cluster has its package
+    and its keys then. `url`: of the store, in the store's own form. `number`: of its spec; 0: the
+    newest. `files`: small ones, by `stored_name`. `rank_function`: for tests, see `RunRequest`.
+    `later`: the job may be submitted in days; Ray keeps a package that it was asked about for some
+    minutes only. `after`: runs that must have succeeded by then."""
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = collect_settings(cluster)
     nodes = cluster.dashboard.nodes()
@@ -234,9 +238,10 @@ def submit_run(
         submission_id,
         facts=asdict(facts),
         rank_function=rank_function,
-        relays_from_ranks=relays_from_ranks,
         store=url,
         number=number,
+        queued=later,
+        after=list(after),
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking
@@ -252,24 +257,19 @@ def submit_run(
     }
     # On a cluster of one node the ranks' server imports torch while driver and controller start.
     beside_server = BESIDE_SERVER if len(nodes) == 1 and forks_workers(request) else ""
-    document = {
+    place = cluster.dashboard.put_package if later else cluster.dashboard.upload_package
+    return {
         "entrypoint": f"{python_of(cluster)} {beside_server} -m raypp.control.driver",
         "submission_id": submission_id,
-        "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
-        "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's
+        "runtime_env": {"working_dir": place(name, content), "env_vars": environment},
+        # job_name: the dashboard's
+        "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url, "raypp_user": user},
     }
-    before()
-    try:
-        return cluster.dashboard.submit_job(document)
-    except DashboardError as error:
-        raise refused(error) from None
 
 
 def collect_settings(cluster: Cluster) -> dict[str, str]:
-    """Returns the submitter's settings without secrets, for the processes of a job.
-
-    For another cluster, including those in files of this machine.
-    """
+    """Returns the submitter's settings without secrets, for the processes of a job. For another
+    cluster, including those in files of this machine."""
     if cluster.embedded is not None:
         return collect(SETTINGS + PROFILE, dict(os.environ))
     own: dict[str, str] = {}
@@ -280,12 +280,9 @@ def collect_settings(cluster: Cluster) -> dict[str, str]:
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
-    """Returns the submitter's credentials, including those in files of this machine.
-
-    Args:
-        here: The ranks run on this machine: they read such files themselves, and so can renew
-            credentials that expire.
-    """
+    """Returns the submitter's credentials, including those in files of this machine. `here`: the
+    ranks run on this machine: they read such files themselves, and so can renew credentials that
+    expire."""
     credentials = collect(SECRETS, dict(os.environ))
     for kind in STORES:
         if kind.own_secrets and not here:
@@ -294,28 +291,17 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
 
 
 def command_run(cluster: Cluster, place: RunPlace, method: str, *arguments: object) -> dict[str, Any]:
-    """Calls a method of a run's controller, see `driver.command`; waits for the answer.
-
-    Returns:
-        The result of `driver.command`.
-
-    Raises:
-        UnreachableError: The cluster does not answer, or not in time.
-    """
+    """Calls a method of a run's controller, see `driver.command`; waits for the answer. Returns the
+    result of `driver.command`. Raises UnreachableError: the cluster does not answer, or not in
+    time."""
     words = (place.name, place.url, method, json.dumps(arguments))
     call = Call(f"{method} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
     return last_answer(lines_of(cluster, call))
 
 
 def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None) -> dict[str, Any]:
-    """Requests a checkpoint and waits until it is committed, or can no longer be.
-
-    Args:
-        on_wait: Called once if that takes longer than a minute.
-
-    Returns:
-        The result of `driver.command`.
-    """
+    """Requests a checkpoint and waits until it is committed, or can no longer be. `on_wait`: called
+    once if that takes longer than a minute. Returns the result of `driver.command`."""
     answer = command_run(cluster, place, "save")
     if answer.get("pending"):
         on_wait()
@@ -327,18 +313,10 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
 def stop_run(
     cluster: Cluster, place: RunPlace, store: ObjectStore, *, save: bool, on_wait: Waiting = lambda: None
 ) -> dict[str, Any]:
-    """Stops a run and waits for its end.
-
-    A controller that restarts may end the run and leave before it is asked again. Then the run's
-    end answers.
-
-    Args:
-        save: Whether a last checkpoint is saved.
-        on_wait: Called once if that takes longer than a minute.
-
-    Returns:
-        The result of `driver.command`.
-    """
+    """Stops a run and waits for its end. A controller that restarts may end the run and leave
+    before it is asked again. Then the run's end answers. `save`: whether a last checkpoint is
+    saved. `on_wait`: called once if that takes longer than a minute. Returns the result of
+    `driver.command`."""
     answer = command_run(cluster, place, "stop", save)
     if answer["found"] and answer["state"] is None:
         on_wait()
@@ -353,12 +331,8 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
 
 
 def no_such_controller(run: str, state: str) -> JobError:
-    """Returns the error of a command for a run that has ended.
-
-    Args:
-        state: Its state in words.
-    """
+    """Returns the error of a command for a run that has ended. `state`: its state in words."""
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     if state.startswith(RunState.PENDING):
-        fix = f"try again in some seconds if it was just submitted; else {fix}"
+        fix = f"`raypp queue cancel {shell_word(run)}` if it waits; if it was just submitted, try again; else {fix}"
     return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

@@ -1,9 +1,6 @@
 """Runs a module of raypp in a cluster and passes on what it prints: how commands ask controllers,
-examine nodes, and use models there.
-
-On the embedded cluster a process of this machine can do it; elsewhere it is a Ray job, so that only
-the dashboard's address is needed.
-"""
+examine nodes, and use models there. On the embedded cluster a process of this machine can do it;
+elsewhere it is a Ray job, so that only the dashboard's address is needed."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError
-from raypp.clusters.find import Cluster
+from raypp.control.clusters.dashboard import FINAL_JOB_STATES, DashboardError
+from raypp.control.clusters.find import Cluster
 from raypp.control.credentials import deposit
 from raypp.control.package import build_package
 from raypp.errors import Problem, RayppError, RunFailedError, UnreachableError
@@ -45,12 +42,9 @@ class Call:
     """What is to run.
 
     Attributes:
-        title: What the dashboard and errors call it.
         module: With a `__main__` part.
-        arguments: Of its command line.
         secrets, settings: Environment variables for a Ray job.
         files: More files in the package of a Ray job: names and contents.
-        timeout_s: How long it may take.
         always_job: It needs the package, also on the embedded cluster.
     """
 
@@ -65,14 +59,10 @@ class Call:
 
 
 def lines_of(cluster: Cluster, call: Call) -> Generator[str]:
-    """Yields the lines that a call prints, as they come; others of libraries are among them.
-
-    A caller that closes the iterator ends the call.
-
-    Raises:
-        UnreachableError: The cluster does not answer, refuses the job, or takes too long.
-        CallFailedError: The call ended without success.
-    """
+    """Yields the lines that a call prints, as they come; others of libraries are among them. A
+    caller that closes the iterator ends the call. Raises UnreachableError: the cluster does not
+    answer, refuses the job, or takes too long. Raises CallFailedError: the call ended without
+    success."""
     if cluster.embedded is None or call.always_job:
         yield from _of_job(cluster, call)
     else:
@@ -80,11 +70,8 @@ def lines_of(cluster: Cluster, call: Call) -> Generator[str]:
 
 
 def last_answer(lines: Iterable[str]) -> dict[str, Any]:
-    """Returns the JSON object on the last line that has one.
-
-    Raises:
-        UnreachableError: There is none; the message holds the end of what was printed instead.
-    """
+    """Returns the JSON object on the last line that has one. Raises UnreachableError: there is
+    none; the message holds the end of what was printed instead."""
     answer: dict[str, Any] | None = None
     tail: deque[str] = deque(maxlen=5)
     try:

@@ -14,22 +14,17 @@ from typing import Any
 
 import ray
 
-from raypp.checkpoint.run_spec import RunEnd
 from raypp.control.credentials import forget, load_private_environment
 from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest
+from raypp.state.checkpoint.run_spec import RunEnd
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
 
 
 class Controller:
-    """Leads one run from its first attempt to its end.
-
-    Ray calls the methods in several threads; one separate thread makes all decisions.
-
-    Args:
-        request: The run. Ray restarts the actor with the same one.
-    """
+    """Leads one run from its first attempt to its end. Ray calls the methods in several threads;
+    one separate thread makes all decisions. Ray restarts the actor with the same one."""
 
     def __init__(self, request: RunRequest) -> None:
         logging.basicConfig(
@@ -55,10 +50,6 @@ class Controller:
         """Takes a worker's reports."""
         return self._leader.reports.report(batch)
 
-    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
-        """Takes the reports of many workers, forwarded by a relay."""
-        return self._leader.reports.relayed(batches)
-
     def alive(self) -> None:
         """Answers: an idle worker checks whether the controller is there."""
 
@@ -73,15 +64,10 @@ class Controller:
         return lines, after, outcome
 
     def save(self, patience_s: float, pending: Sequence[int] | None = None) -> dict[str, Any]:
-        """Requests a checkpoint of the current step and waits for its commit.
-
-        Args:
-            pending: As in an earlier answer: waits for that checkpoint, and requests none.
-
-        Returns:
-            `committed` (a step or None) and `what`, a message. While the checkpoint is still being
-            saved also `pending`: its step, and the attempt that saves it.
-        """
+        """Requests a checkpoint of the current step and waits for its commit. `pending`: as in an
+        earlier answer: waits for that checkpoint, and requests none. Returns `committed` (a step or
+        None) and `what`, a message. While the checkpoint is still being saved also `pending`: its
+        step, and the attempt that saves it."""
         leader = self._leader
         end = time.monotonic() + patience_s
         leader.begun.wait(patience_s)
@@ -104,11 +90,8 @@ class Controller:
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
     def timeline(self, patience_s: float, steps: int) -> dict[str, Any]:
-        """Asks the ranks to trace their next steps; returns at once, when the run is led.
-
-        Returns:
-            `traced`: whether ranks are training, and `what`, a message.
-        """
+        """Asks the ranks to trace their next steps; returns at once, when the run is led. Returns
+        `traced`: whether ranks are training, and `what`, a message."""
         leader = self._leader
         leader.begun.wait(patience_s)
         if not leader.machine.training:
@@ -117,11 +100,8 @@ class Controller:
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
     def stop(self, patience_s: float, save: bool) -> dict[str, Any]:
-        """Requests the end of the run, and waits for it.
-
-        Returns:
-            The fields of `RunEnd`; `state: None` if the run has not ended yet.
-        """
+        """Requests the end of the run, and waits for it. Returns the fields of `RunEnd`;
+        `state: None` if the run has not ended yet."""
         self._leader.reports.request_stop(save)
         end = time.monotonic() + patience_s
         while (outcome := self._leader.outcome) is None and time.monotonic() < end:
@@ -130,14 +110,10 @@ class Controller:
         return {"state": None} if outcome is None else asdict(outcome)
 
     def facts(self, _patience_s: float) -> dict[str, Any]:
-        """Returns the current status, this process' id, and how many relay reports it has
-        processed."""
-        leader = self._leader
-        return {
-            **leader.record.status().as_dict(),
-            "controller_pid": os.getpid(),
-            "relay_reports": leader.reports.relayed_calls,
-        }
+        """Returns the current status, this process' id, and the seconds that the remaining steps
+        take (None: unknown)."""
+        record = self._leader.record
+        return {**record.status().as_dict(), "controller_pid": os.getpid(), "left_s": record.seconds_left()}
 
     def over_for_another(self, submission_id: str) -> bool:
         """Returns whether this controller has ended its run and the caller is the Ray job of a

@@ -21,7 +21,7 @@ from raypp.kinds import STORES
 from raypp.untrusted.documents import Bounds, parse_as
 
 if TYPE_CHECKING:
-    from raypp.clusters.dashboard import Dashboard
+    from raypp.control.clusters.dashboard import Dashboard
 
 _PLACE = "RAYPP_PRIVATE"
 """Names the value in Ray's key-value store."""
@@ -56,14 +56,9 @@ def deposit(dashboard: Dashboard, values: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_private_environment() -> None:
-    """Sets the variables that were left for this job in this process' environment.
-
-    They replace those that the process has already (a node's own role or keys). This process is
-    connected to Ray.
-
-    Raises:
-        UnreachableError: The cluster has them no longer.
-    """
+    """Sets the variables that were left for this job in this process' environment. They replace
+    those that the process has already (a node's own role or keys). This process is connected to
+    Ray. Raises UnreachableError: the cluster has them no longer."""
     place = os.environ.get(_PLACE)
     if place is None:
         return

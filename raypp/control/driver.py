@@ -24,16 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
-from raypp.clusters.known_runs import cluster_name
+from raypp.control.clusters.known_runs import cluster_name
 from raypp.control.credentials import forget, load_private_environment
+from raypp.control.on_end import tell_end
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
-from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
 from raypp.records import RunState
 from raypp.retry import Backoff
+from raypp.state.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
+from raypp.state.run_records.status import NO_CONTROLLER
 from raypp.storage import open_store
 from raypp.untrusted.text import visible_lines
 
@@ -95,10 +96,7 @@ def command(run: str, url: str, method: str, arguments: Sequence[Any]) -> dict[s
 
 def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
     """Returns the answer of a controller, and that it was found; asks again while it restarts.
-
-    Raises:
-        ActorUnavailableError: It has not come back.
-    """
+    Raises ActorUnavailableError: it has not come back."""
     from ray.exceptions import ActorUnavailableError, RayActorError
 
     again = Backoff(patience_s, _ASK_AGAIN_S, _ASK_AGAIN_S)
@@ -112,34 +110,14 @@ def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str,
 
 def _controller(request: RunRequest) -> Any:
     """Returns the run's controller: a new one, or the existing one when this driver is not its
-    first.
-
-    Raises:
-        RayActorError: Its constructor failed, or every new one has ended for a minute.
-    """
+    first. Raises RayActorError: its constructor failed, or every new one has ended for a minute."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from raypp.control.controller import Controller
 
-    here = ray.get_runtime_context().get_node_id()
     dying_since: float | None = None
     while True:
-        controller: Any = (
-            ray.remote(Controller)
-            .options(
-                name=f"raypp/{request.cluster_name}",
-                namespace=NAMESPACE,
-                lifetime="detached",
-                # On this driver's node, the head, whose end is the end of the cluster anyway.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-                get_if_exists=True,
-                max_restarts=-1,
-                num_cpus=0,
-                max_concurrency=128,
-            )
-            .remote(request)
-        )
+        controller = on_the_head(Controller, f"raypp/{request.cluster_name}", 128, request)
         try:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
                 return controller
@@ -150,13 +128,30 @@ def _controller(request: RunRequest) -> Any:
         time.sleep(0.2)
 
 
-def why_no_controller(error: str) -> tuple[str, int]:
-    """Returns why a controller could not be started, and the exit code of that.
+def on_the_head(kind: type, name: str, threads: int, *arguments: Any) -> Any:
+    """Returns the detached actor of a name, which Ray restarts; makes it if there is none. It is on
+    this driver's node, the head, whose end is the end of the cluster anyway."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    Args:
-        error: What Ray says of the actor's end. Ray keeps only the text of an error in a
-            constructor: the traceback, whose last lines begin with the error's type.
-    """
+    actor: Any = ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
+        memory=1,  # byte: Ray puts an actor that needs nothing on a random node
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+        max_concurrency=threads,
+    )
+    return actor.remote(*arguments)
+
+
+def why_no_controller(error: str) -> tuple[str, int]:
+    """Returns why a controller could not be started, and the exit code of that. `error`: what Ray
+    says of the actor's end. Ray keeps only the text of an error in a constructor: the traceback,
+    whose last lines begin with the error's type."""
     words = words_after_stack(error) or "".join(error.rstrip().splitlines()[-1:])
     module, _, name = words.partition(": ")[0].rpartition(".")
     kind = None
@@ -168,15 +163,40 @@ def why_no_controller(error: str) -> tuple[str, int]:
     return words, EXIT_RUN_FAILED
 
 
+def why_not_after(runs: Sequence[str]) -> str:
+    """Returns why a run may not start: one of these, as URL/NAME, had to succeed before and did
+    not. Empty if all have."""
+    for url, name in (run.rsplit("/", 1) for run in runs):
+        try:
+            end = read_end(open_store(url), name)
+        except RayppError as error:
+            return f"how {name} ended, which had to succeed before, cannot be read: {error}"
+        if end is None or end.state is not RunState.SUCCEEDED:
+            how = "has no recorded end" if end is None else f"is {end.state} after step {end.step}"
+            reason = f" ({end.reason})" if end is not None and end.reason else ""
+            return (
+                f"{name} had to succeed before, and {how}{reason}; `raypp submit JOB --resume` starts this run anyway"
+            )
+    return ""
+
+
 def _follow_run(request: RunRequest) -> int:
     import ray
 
+    controller: Any = None
     try:
-        controller = _controller(request)
+        words, code = why_not_after(request.after), EXIT_RUN_FAILED
+        if not words:
+            controller = _controller(request)
     except ray.exceptions.RayActorError as error:
         words, code = why_no_controller(str(error))
-        print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
-        _end_without_controller(request, words, code)
+        words = NO_CONTROLLER + words
+    if words:
+        print(visible_lines(words), file=sys.stderr, flush=True)  # noqa: T201
+        end = RunEnd(request.run, RunState.FAILED, code, reason=words)
+        _record_end(request, end)
+        for failure in tell_end(request.job, end):
+            print(visible_lines(failure), file=sys.stderr, flush=True)  # noqa: T201
         forget()
         return code
 
@@ -194,22 +214,19 @@ def _follow_run(request: RunRequest) -> int:
 
 
 def _recorded_end(request: RunRequest) -> RunEnd | None:
-    """Returns how the submission ended, if its store says so.
-
-    A controller that has heard nothing from its driver for some seconds does not wait for it.
-    """
+    """Returns how the submission ended, if its store says so. A controller that has heard nothing
+    from its driver for some seconds does not wait for it."""
     with contextlib.suppress(RayppError):
         store = open_store(request.job["checkpoint"]["url"])
         return read_end(store, request.run, request.number or None)
     return None
 
 
-def _end_without_controller(request: RunRequest, reason: str, code: int) -> None:
+def _record_end(request: RunRequest, end: RunEnd) -> None:
     """Records that the submission ended before anybody led it, if the store can be reached."""
     with contextlib.suppress(RayppError):
         store = open_store(request.job["checkpoint"]["url"])
-        number = request.number or newest_number(store, request.run)
-        write_end(store, RunEnd(request.run, RunState.FAILED, code, reason=NO_CONTROLLER + reason), number)
+        write_end(store, end, request.number or newest_number(store, request.run))
 
 
 def _follow(controller: Any) -> RunEnd | None:

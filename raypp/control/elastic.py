@@ -8,15 +8,15 @@ from raypp.control import machine as m
 from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
+from raypp.control.recovery.policy import bad_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.seats import SITE
 from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import size_text
-from raypp.mesh.shapes import Shape
+from raypp.job.job import Job
+from raypp.planning.shapes import Shape
 from raypp.records import Event
-from raypp.recovery.policy import bad_nodes
-from raypp.spec.job import Job
 
 _CHECK_EVERY_S = 1.0
 _STEADY_S = 3.0
@@ -24,11 +24,7 @@ _STEADY_S = 3.0
 
 class ElasticSizing:
     """The mesh a run should have now. It differs from the job's only with `recovery.elastic`.
-
-    Args:
-        job: As the user wrote it.
-        record_event: Takes events.
-    """
+    `job`: as the user wrote it. `record_event`: takes events."""
 
     def __init__(self, job: Job, record_event: Callable[[Event], None]) -> None:
         self._job = job
@@ -70,10 +66,8 @@ class ElasticSizing:
         self._last = shape
 
     def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> None:
-        """Adapts placement and processes to the next attempt's mesh and to excluded nodes.
-
-        Another mesh needs other processes.
-        """
+        """Adapts placement and processes to the next attempt's mesh and to excluded nodes. Another
+        mesh needs other processes."""
         shape = self.shape(machine)
         excluded = self._excluded(machine, placement, shape.world)
         last = self._last or self.wanted

@@ -9,6 +9,7 @@ everything. It runs once per worker, so it imports little, and nothing of raypp.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -31,48 +32,67 @@ BESIDE_SERVER = f"-I -S raypp/control/fork_client.py {_BESIDE}"
 """Put between `python` and its arguments, starts a fork server first."""
 
 _IMPORTS_S = 120.0
-_RETRY_S = 0.05
-_MOST_STARTS = 3
+_RETRY_S = 0.2
+_MOST_TRIES = 10
 
 
-def start_server() -> None:
-    """Starts a fork server for this working directory. It exits at once if there is one."""
+def claim() -> tuple[int, socket.socket] | None:
+    """Returns the lock of this working directory and a socket that listens there; None if a server
+    has them."""
     os.makedirs(FOLDER, mode=0o700, exist_ok=True)  # noqa: PTH103 - pathlib takes long to import
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(SOCKET)  # noqa: PTH108
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(SOCKET)
+    listener.listen(128)
+    return lock, listener
+
+
+def start_server() -> bool:
+    """Starts a fork server for this working directory, unless there is one; returns whether it did.
+    The server inherits its lock and a socket that listens already: no second one starts, and who
+    connects waits until its imports are done."""
+    if (claimed := claim()) is None:
+        return False
+    lock, listener = claimed
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     # Through a process that exits: this one may be ended together with all its descendants.
     between = os.fork()
     if between == 0:
+        own = [lock, listener.fileno()]
+        for descriptor in own:
+            os.set_inheritable(descriptor, True)
         with contextlib.suppress(OSError):
             os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-m", "raypp.control.fork_server"],
+                [sys.executable, "-m", "raypp.control.fork_server", *map(str, own)],
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((null, log, log))],
                 setsid=True,
             )
         os._exit(0)
-    os.close(null)
-    os.close(log)
+    listener.close()
+    for descriptor in (null, log, lock):
+        os.close(descriptor)
     os.waitpid(between, 0)
+    return True
 
 
 def ask_for_worker(arguments: list[str]) -> int | None:
-    """Has the fork server of this working directory run a script in a new process.
-
-    The process gets this one's environment, standard streams and priority for the kernel's
-    out-of-memory killer.
-
-    Args:
-        arguments: The script and its arguments.
-
-    Returns:
-        Its process id; None if there is no server after several attempts to start one.
-    """
+    """Has the fork server of this working directory run a script in a new process. The process gets
+    this one's environment, standard streams and priority for the kernel's out-of-memory killer.
+    Returns its process id; None if there is no server after several attempts to start one."""
     request = {"arguments": arguments, "environment": dict(os.environ), "oom_score_adj": _oom_score_adj()}
     message = json.dumps(request).encode()
     end = time.monotonic() + _IMPORTS_S
-    starts = 0
+    tries = 0
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.settimeout(_IMPORTS_S)
@@ -82,26 +102,12 @@ def ask_for_worker(arguments: list[str]) -> int | None:
             answer = server.recv(4)
             if len(answer) == 4:
                 return int.from_bytes(answer, "big")
-        if starts == _MOST_STARTS:
+        if tries == _MOST_TRIES:
             return None
-        start_server()
-        starts += 1
-        _wait_for_socket(end)
+        tries += 1
+        if not start_server():
+            time.sleep(_RETRY_S)  # it is about to listen, or to exit
     return None
-
-
-def _wait_for_socket(end: float) -> None:
-    """Waits until a server listens, at most two seconds: it may be about to exit."""
-    end = min(end, time.monotonic() + 2.0)
-    while time.monotonic() < end and not _listens():
-        time.sleep(_RETRY_S)
-
-
-def _listens() -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.connect(SOCKET)
-        return True
-    return False
 
 
 def _oom_score_adj() -> int:
@@ -118,8 +124,7 @@ def main() -> None:
     if arguments[:1] == [_BESIDE]:
         del arguments[0]
         with contextlib.suppress(OSError):
-            if not _listens():
-                start_server()
+            start_server()
     else:
         with contextlib.suppress(OSError, ValueError):
             pid = ask_for_worker(arguments)

@@ -10,7 +10,6 @@ asked for in a while, or when the node's raylet has exited.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import runpy
@@ -18,12 +17,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from raypp.control.fork_client import FOLDER, LOCK, SOCKET
+from raypp.control.fork_client import SOCKET
 from raypp.control.process_log import say
 from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
 from raypp.quick_import import quick_import
@@ -36,34 +35,23 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a client wants run.
-
-    Attributes:
-        arguments: A script and its arguments.
-        environment: The process' whole environment.
-        oom_score_adj: Its priority for the kernel's out-of-memory killer.
-    """
+    """What a client wants run. `environment`: the process' whole environment. `oom_score_adj`: its
+    priority for the kernel's out-of-memory killer."""
 
     arguments: list[str]
     environment: dict[str, str]
     oom_score_adj: int
 
 
-def main() -> None:
-    """Serves until it is no longer needed. In a worker's process, runs that worker.
-
-    Returns at once if another server serves this folder.
-    """
-    Path(FOLDER).mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
+def main(descriptors: Sequence[int]) -> None:
+    """Serves until it is no longer needed. In a worker's process, runs that worker. `descriptors`:
+    of this folder's lock, which is held, and of the socket that clients connect to."""
+    lock, own = descriptors
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
     path = _own_path()
-    listener = _listen()  # before the imports: a client waits until they are done
     _import_rank()
-    request = _serve(listener)
+    request = _serve(socket.socket(fileno=own))
     if request is not None:
         os.close(lock)
         _become(request, path)
@@ -75,33 +63,19 @@ def _own_path() -> list[str]:
     return [entry for entry in sys.path if entry not in added]
 
 
-def _listen() -> socket.socket:
-    new = f"{SOCKET}.new"
-    Path(new).unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(new)
-    listener.listen(128)
-    Path(new).rename(SOCKET)
-    return listener
-
-
 def _import_rank() -> None:
-    """Imports what every rank needs before its first step, except Ray; starts no thread.
-
-    Libraries read some variables when they are loaded, so those of the ranks are set first; hidden
-    ones only in the worker.
-    """
+    """Imports what every rank needs before its first step, except Ray; starts no thread. Libraries
+    read some variables when they are loaded, so those of the ranks are set first; hidden ones only
+    in the worker."""
     with contextlib.suppress(FileNotFoundError):
         request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
         os.environ.update(rank_environment(request.job["resources"]))
-    quick_import("raypp.train.rank")
+    quick_import("raypp.rank.rank")
 
 
 def _import_ray(environment: Mapping[str, str]) -> dict[str, str]:
-    """Imports Ray as a worker does; returns the variables that apply to it from then on.
-
-    Ray reads its variables when it is loaded, and the job and the raylet are among them.
-    """
+    """Imports Ray as a worker does; returns the variables that apply to it from then on. Ray reads
+    its variables when it is loaded, and the job and the raylet are among them."""
     variables = _of_ray(environment)
     os.environ.update(variables)
     for module in ("ray._private.node", "ray._private.worker", "raypp.control.worker"):
@@ -183,12 +157,8 @@ def _raylet_lives() -> bool:
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     """Returns a client's request and its three standard streams; None if the client only checked
-    whether a server listens.
-
-    Raises:
-        OSError, TypeError, ValueError: It is not a request, or arrives too slowly. No stream stays
-            open.
-    """
+    whether a server listens. Raises OSError, TypeError, ValueError: it is not a request, or arrives
+    too slowly. No stream stays open."""
     connection.settimeout(_REQUEST_S)
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:
@@ -236,4 +206,4 @@ def _become(request: ForkRequest, path: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(word) for word in sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Runs a node's ranks of `raypp.measure.group_check`, which tests NCCL, or gloo on CPUs."""
+"""Runs a node's ranks of `raypp.tools.doctor.group_check`, which tests NCCL, or gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from raypp.train.network import interface_to
+from raypp.rank.joining.network import interface_to
 
 GROUP_TIMEOUT_S = 60.0
 
@@ -21,8 +21,6 @@ def run_group(
     """Runs this node's ranks of a group, each in a process with a limit.
 
     Args:
-        ranks: Rank and device of each.
-        world: Number of ranks on all `nodes`.
         address: Address of rank 0's node, with a free `port`.
         peer: Another node, or this one if there is none: NCCL takes the interface to it.
         off: What NCCL must do without: `P2P`, `SHM` or `IB`; "": nothing.
@@ -35,7 +33,7 @@ def run_group(
     environment["PYTHONPATH"] = os.pathsep.join(one for one in sys.path if one)  # where this process finds raypp
     if off:
         environment[f"NCCL_{off}_DISABLE"] = "1"
-    command = [sys.executable, "-m", "raypp.measure.group_check"]
+    command = [sys.executable, "-m", "raypp.tools.doctor.group_check"]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(nodes), address, str(port), device],

@@ -1,9 +1,7 @@
-"""Detects that an attempt hangs, and names the rank it waits for.
-
-Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and
-reports how long ago the last mark was. A frozen rank, or one on a frozen host, reports nothing.
-`raypp.recovery.hang_analysis` works out which rank is to blame.
-"""
+"""Detects that an attempt hangs, and names the rank it waits for. Every rank marks what it does
+(each action of the schedule, each wait, each phase of its start) and reports how long ago the last
+mark was. A frozen rank, or one on a frozen host, reports nothing.
+`raypp.control.recovery.hang_analysis` works out which rank is to blame."""
 
 from __future__ import annotations
 
@@ -13,14 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from raypp.control.recovery.hang_analysis import RankActivity, activity_table, find_culprit
+from raypp.control.report.reporter import interval_s
 from raypp.control.seats import Rank
-from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
 
 log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 600.0
 _PAUSED_S = 5.0  # a turn takes at most a second or two
-_HEARTBEAT_DUE_S = 5.0  # ranks send up to four a second; a loaded machine may be late
+_HEARTBEAT_DUE_S = 5.0  # beyond the time between two; a loaded machine may be late
 _SLOW_STEPS = 10.0
 _SLOW_STORE = 10.0  # a rank may wait this many times as long for the upload before its own
 _GAPS_KEPT = 20
@@ -54,6 +53,7 @@ class HangWatch:
         self._rank_of_stage = rank_of_stage
         self._timeout_s = timeout_s
         self._listened_at = now
+        self._due_s = _HEARTBEAT_DUE_S + interval_s(len(ranks))
         self._activities = [
             RankActivity(one.rank, one.label, one.coordinates, "starting", 0.0, one.node, one.pid) for one in ranks
         ]
@@ -83,11 +83,9 @@ class HangWatch:
         return now - self._listened_at > _PAUSED_S
 
     def skip(self, gap_s: float, now: float) -> None:
-        """Leaves out the last `gap_s` seconds, in which no report could be taken.
-
-        They count neither as silence nor as idleness: whatever kept this process from its work, for
-        example a pause of the whole machine, may have kept the ranks from theirs.
-        """
+        """Leaves out the last `gap_s` seconds, in which no report could be taken. They count
+        neither as silence nor as idleness: whatever kept this process from its work, for example a
+        pause of the whole machine, may have kept the ranks from theirs."""
         self._gaps.append((now - gap_s, now))
         self._heartbeat_at = [min(at + gap_s, now) for at in self._heartbeat_at]
 
@@ -125,15 +123,12 @@ class HangWatch:
 
     def _is_idle(self, rank: int, now: float, limit: float) -> bool:
         """Returns whether a rank reports that it has been idle for longer than the limit, or its
-        heartbeat is overdue.
-
-        Between the two its activity is unknown: its last mark may be old, and a verdict would take
-        a frozen rank for one that waits where it last reported.
-        """
+        heartbeat is overdue. Between the two its activity is unknown: its last mark may be old, and
+        a verdict would take a frozen rank for one that waits where it last reported."""
         return self._activities[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
 
     def _overdue(self, rank: int, now: float) -> bool:
-        due_s = _START_LIMIT_S if self._activities[rank].phase == _ENDED else _HEARTBEAT_DUE_S
+        due_s = _START_LIMIT_S if self._activities[rank].phase == _ENDED else self._due_s
         return now - self._heartbeat_at[rank] > due_s
 
     def _idle_s(self, rank: int, now: float) -> float:

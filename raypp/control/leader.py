@@ -14,9 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from raypp.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
-from raypp.checkpoint.layout import spec_key, step_folder
-from raypp.checkpoint.run_spec import RunEnd, newest_number, read_decision, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt, AttemptPhase, LivingWorker
@@ -25,21 +22,26 @@ from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
 from raypp.control.node_test import examine_nodes
+from raypp.control.on_end import tell_end
 from raypp.control.placement import Placement, remove_groups_of
 from raypp.control.protocol import RunRequest
+from raypp.control.queue import rules
+from raypp.control.recovery.policies.default import DefaultPolicy
+from raypp.control.recovery.policy import Policy, policy_of, without_culprit
 from raypp.control.report.reports import Reports
 from raypp.control.reshape import Decisions
 from raypp.control.run_record import RunRecord
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem, RayppError, origin_in_words
-from raypp.memory.files import life_of
+from raypp.job.job import Job
 from raypp.planning.decision import Decision, Facts
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import Policy, policy_of, without_culprit
 from raypp.retry import Backoff
-from raypp.spec.job import Job
+from raypp.state.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.state.checkpoint.layout import spec_key, step_folder
+from raypp.state.checkpoint.run_spec import RunEnd, newest_number, read_decision, read_end, write_end
+from raypp.state.memory.files import life_of
 from raypp.storage import StoreError, open_store
 from raypp.storage.store_retry import WAIT_S
 
@@ -55,11 +57,7 @@ T = TypeVar("T")
 
 class Leader:
     """Leads one run to its end. `run` is the thread; other threads use `reports`, and read `record`
-    and `outcome`.
-
-    Args:
-        restarted: An earlier process of that actor was killed.
-    """
+    and `outcome`. `restarted`: an earlier process of that actor was killed."""
 
     def __init__(self, request: RunRequest, handle: Any, restarted: bool) -> None:
         self.outcome: RunEnd | None = None
@@ -161,6 +159,8 @@ class Leader:
         self._sizing.gpu_bytes = self._decisions.facts.memory
         shape = (left.shape if left else None) or self._sizing.largest()
         self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
+        if self._request.queued:
+            self._placement.held = rules.held_nodes
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
         last = self._ask_store(lambda: newest_attempt(self._store, run))
@@ -204,6 +204,7 @@ class Leader:
             attempt.decision = self._decision_of(last)
             attempt.adopt(seated, self.record.status().ranks, self.record.step)
             self._attempt = attempt
+            self.reports.recovery.was_away(time.time() - self.record.status().updated_at)
             self.reports.start_attempt(last)
             self.record.event(run_events.adoption_event(last, attempt.ranks, self.record.status().updated_at))
             self._start_watch(attempt)
@@ -213,11 +214,7 @@ class Leader:
         self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
 
     def _decision_of(self, attempt: int) -> Decision:
-        """Returns what was decided for an attempt whose ranks live.
-
-        Raises:
-            MachineError: It cannot be read, so they are not taken over.
-        """
+        """Returns what was decided for an attempt whose ranks live."""
         try:
             return self._ask_store(lambda: read_decision(self._store, self._request.run, attempt))
         except CheckpointError as error:
@@ -401,6 +398,8 @@ class Leader:
                 look_after_snapshots(self._life or life_of(self._store, self._job), keep=unsaved)
         place, attempt = record.checkpoint_url(), self.machine.attempt
         end = RunEnd(run, state, finish.exit_code, record.step, place, finish.reason, attempt)
+        for failure in tell_end(self._request.job, end):  # maybe again, if this process is killed now
+            record.event(Event("on_end_failed", failure, attempt=attempt, step=record.step))
         if self._number:
             with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
                 end = write_end(self._store, end, self._number)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from raypp.mesh.shapes import Shape
+from raypp.control.recovery.policies.default import DefaultPolicy
+from raypp.control.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
+from raypp.planning.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
-from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 from raypp.untrusted.documents import Count
 
 
@@ -39,9 +39,7 @@ class Machine:
     """Everything a decision depends on.
 
     Attributes:
-        state: What users see.
         phase: What the run does; an attempt is alive in LAUNCHING, RUNNING and ENDING.
-        attempt: Number of the current or last attempt.
         restarts: Attempts started because one failed.
         committed_step: Newest commit known.
         stop: The operator wants the run to end.
@@ -110,9 +108,7 @@ class TakenOver:
 
     Attributes:
         attempt: The last attempt that was claimed.
-        committed_step: The newest commit.
         alive: Ranks of that attempt are left.
-        complete: The run's last step is committed.
         step: The last step that is known to be done.
     """
 
@@ -263,11 +259,7 @@ _DEFAULT = DefaultPolicy()
 
 def step(machine: Machine, event: MachineEvent, policy: Policy = _DEFAULT) -> Step:
     """Returns the state and the commands that follow from an event. Events that come too late
-    change nothing.
-
-    Args:
-        policy: Decides whether the run continues after an attempt failed.
-    """
+    change nothing. `policy`: decides whether the run continues after an attempt failed."""
     if isinstance(event, TakenOver):
         return _take_over(machine, event, policy)
     if machine.phase is RunPhase.DONE:

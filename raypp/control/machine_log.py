@@ -1,8 +1,6 @@
 """A run's machine in its store: from it another controller process leads on when one is killed.
-
 Each write creates one more object, `NAME/machine/SPEC-000017.json`, if it is absent, so of two
-processes that lead at the same time one notices. The newest object counts.
-"""
+processes that lead at the same time one notices. The newest object counts."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ import json
 import threading
 from dataclasses import asdict, dataclass
 
-from raypp.checkpoint.layout import machine_key, machine_version
 from raypp.control.machine import Machine
 from raypp.errors import CheckpointError, Problem
+from raypp.state.checkpoint.layout import machine_key, machine_version
 from raypp.storage import AlreadyExists, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
@@ -34,22 +32,15 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Written(_Version):
-    """The content of an object.
-
-    Attributes:
-        writer: The controller process.
-    """
+    """The content of an object. `writer`: the controller process."""
 
     writer: str
     machine: Machine
 
 
 class MachineLog:
-    """Writes the machine of one submission.
-
-    Args:
-        writer: A name that no other controller process has.
-    """
+    """Writes the machine of one submission. `writer`: a name that no other controller process
+    has."""
 
     def __init__(self, store: ObjectStore, run: str, writer: str) -> None:
         self._store = store
@@ -65,14 +56,8 @@ class MachineLog:
 
     def open(self, number: int) -> Machine | None:
         """Returns the machine that the submission's last controller process left; None if there was
-        none.
-
-        Args:
-            number: Of the submission's spec.
-
-        Raises:
-            MachineError: It is damaged, or of another version.
-        """
+        none. `number`: of the submission's spec. Raises MachineError: it is damaged, or of another
+        version."""
         self._number = number
         keys = [info.key for info in self._store.list(f"{self._run}/machine/{number}-")]
         self._version = max((machine_version(self._run, number, key) or 0 for key in keys), default=0)
@@ -83,11 +68,8 @@ class MachineLog:
         self._machine = machine
 
     def write(self) -> None:
-        """Writes the machine if it has changed.
-
-        Raises:
-            StoreError: The store failed; call it again.
-        """
+        """Writes the machine if it has changed. Raises StoreError: the store failed; call it
+        again."""
         with self._lock:  # the thread of the records, and before an attempt the leader
             machine, number = self._machine, self._number
             while machine is not None and number is not None and machine != self._written and not self.overtaken:

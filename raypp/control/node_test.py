@@ -12,18 +12,15 @@ from ray.exceptions import RayError
 
 from raypp.control.group_test import GROUP_TIMEOUT_S, slowest
 from raypp.control.ray_nodes import all_nodes
+from raypp.control.recovery.node_pairs import failing_nodes, ring_rounds
 from raypp.control.worker_group import WorkerGroup
-from raypp.recovery.node_pairs import failing_nodes, ring_rounds
 
 _PATIENCE_S = 30.0
 
 
 def examine_nodes(workers: WorkerGroup) -> tuple[dict[str, str], str]:
     """Tests each node's ranks among themselves, then pairs of nodes; waits for minutes at most.
-
-    Returns:
-        The addresses of nodes that fail, each with the error; what was found, in words.
-    """
+    Returns the addresses of nodes that fail, each with the error; what was found, in words."""
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]}
     ranks: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for bundle, member in sorted(workers.seated.items()):
@@ -40,9 +37,8 @@ def examine_nodes(workers: WorkerGroup) -> tuple[dict[str, str], str]:
 
 
 def _errors(groups: Sequence[tuple[str, ...]], ranks: dict[str, list[tuple[Any, str]]]) -> dict[tuple[str, ...], str]:
-    """Tests groups of nodes that have none in common at the same time; returns their errors.
-
-    A group with a process that does not answer is not in the result: a process is no node."""
+    """Tests groups of nodes that have none in common at the same time; returns their errors. A
+    group with a process that does not answer is not in the result: a process is no node."""
     asked: dict[tuple[str, ...], list[Any]] = {}
     for group in groups:
         devices = [(node, device) for node in group for _, device in ranks[node]]

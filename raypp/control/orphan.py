@@ -25,12 +25,9 @@ def ask_interval_s(ranks: int) -> float:
 
 class OrphanWatch:
     """Checks from a thread whether this actor still exists and the run's controller answers.
-
-    Args:
-        timeout_s: Silence after which the process counts as orphaned.
-        on_orphaned: Called once, in this object's thread.
-        interval_s: Seconds between two checks, at most a quarter of `timeout_s`.
-    """
+    `timeout_s`: silence after which the process counts as orphaned. `on_orphaned`: called once, in
+    this object's thread. `interval_s`: seconds between two checks, at most a quarter of
+    `timeout_s`."""
 
     def __init__(self, controller: Any, timeout_s: float, on_orphaned: Callable[[], None], interval_s: float) -> None:
         self._controller = controller

@@ -16,21 +16,17 @@ from pathlib import Path
 import raypp
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 
-INFERENCE_FILE = "raypp-inference.json"
-"""The request of `raypp.control.inference_driver`."""
+INFERENCE_FILE, REPORT = "raypp-inference.json", "raypp-report: "
+"""The request of `raypp.tools.inference.driver`, and how the lines begin that it answers with."""
 _ONLY_HERE = ("cli", "clusters", "doctor")
 _UNCHECKED_HASH = (0b01).to_bytes(4, "little")
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 
 
 def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
-    """Returns every file of the running raypp, as (path in the package, content).
-
-    Args:
-        compiled: Also return the compiled form of those that a run's processes import, as far as
-            Python has it here. Each run has a package of its own, whose processes would otherwise
-            compile raypp each time.
-    """
+    """Returns every file of the running raypp, as (path in the package, content). `compiled`: also
+    return the compiled form of those that a run's processes import, as far as Python has it here.
+    Each run has a package of its own, whose processes would otherwise compile raypp each time."""
     root = Path(raypp.__file__).parent
     files = []
     for path in sorted(root.rglob("*")):
@@ -45,11 +41,9 @@ def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
 
 
 def _compiled(path: Path, source: bytes) -> bytes | None:
-    """Returns the compiled form of a file; None if Python has none of this source.
-
-    A node's Python ignores it where its version differs. Nor does it compare it with the source
-    (PEP 552), so this function does.
-    """
+    """Returns the compiled form of a file; None if Python has none of this source. A node's Python
+    ignores it where its version differs. Nor does it compare it with the source (PEP 552), so this
+    function does."""
     magic = importlib.util.MAGIC_NUMBER
     with contextlib.suppress(OSError):
         stat = path.stat()

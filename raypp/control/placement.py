@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, count_places
+from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, places
+from raypp.job.job import Job
 from raypp.records import EventKind
-from raypp.spec.job import Job
 
 _NODE_LABEL = "ray.io/node-id"
 _PLACEMENT_TIMEOUT_S = 300.0
@@ -23,19 +23,14 @@ _RELEASE_SPARES_AFTER_S = 1.0
 _SPARES_CHECK_S = 1.0
 _SPARES_TIMEOUT_S = 5.0
 _TELL_WAIT_S = 3.0
+_MOST_NEXT_NODES, _NEXT_NODES_S = 2, 30.0
 
 
 @dataclass
 class SpareDevices:
-    """Devices reserved in case a node of the run is lost. The run never waits for them.
-
-    They are requested on nodes that the run does not use; when those have no room, on any node.
-
-    Args:
-        name: Of the placement group.
-        count: Bundles, one per rank that can be replaced.
-        bundle: Resources of one bundle.
-    """
+    """Devices reserved in case a node of the run is lost. The run never waits for them. They are
+    requested on nodes that the run does not use; when those have no room, on any node. `count`:
+    bundles, one per rank that can be replaced."""
 
     name: str
     count: int
@@ -55,11 +50,7 @@ class SpareDevices:
 
     def hold(self, used: Collection[str], excluded: Collection[str] = ()) -> None:
         """Requests the spares unless that is done, and records what has become of the request.
-
-        Args:
-            used: Nodes of the run, by id.
-            excluded: Nodes that must not be used at all.
-        """
+        `used`: nodes of the run, by id. `excluded`: nodes that must not be used at all."""
         now = time.monotonic()
         if not self.count or now - self._checked_at < _SPARES_CHECK_S:
             return
@@ -94,11 +85,7 @@ class SpareDevices:
         return Counter(map(str, table["bundles_to_node_id"].values())) if table.get("state") == "CREATED" else Counter()
 
     def release(self, why: str = "") -> None:
-        """Releases the spares.
-
-        Args:
-            why: For the event; "" records none.
-        """
+        """Releases the spares. `why`: for the event; "" records none."""
         if self.group is None:
             return
         remove_placement_group(self.group)
@@ -119,7 +106,6 @@ class Placement:
 
     Args:
         name: Of the group; `name/spares` is that of the spares.
-        world: Bundles, one per rank.
         bundle: Resources of one bundle.
         spare_count: Spare bundles. They are released when the group waits for room.
         extra_wait_s: How much longer than usual to wait for room.
@@ -135,6 +121,8 @@ class Placement:
     group: PlacementGroup | None = None
     excluded: frozenset[str] = frozenset()
     """Nodes that must not be used, by id."""
+    held: Callable[[], Collection[str]] = frozenset
+    """Returns nodes to which the run must not come, by id; those that it uses it keeps."""
     spares: SpareDevices = field(init=False)
     lost_nodes: LostNodes = field(default_factory=LostNodes)
     _asked_at: float = 0.0
@@ -142,16 +130,13 @@ class Placement:
     _used: set[str] = field(default_factory=set)
     _waits: str | None = None
     _looked_at: float = 0.0
+    _next: list[str] = field(default_factory=list)
+    _seen_at: float | None = None
 
     @classmethod
     def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
-        """Returns the placement of a job.
-
-        Args:
-            name: What the cluster calls the run.
-            world: Ranks of its mesh now.
-            device: cpu or cuda.
-        """
+        """Returns the placement of a job. `name`: what the cluster calls the run. `world`: ranks of
+        its mesh now."""
         bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
         elastic = job.recovery.elastic_options
         return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0, lifetime)
@@ -171,12 +156,12 @@ class Placement:
         self._asked_at = time.monotonic()
         self._infeasible_since, self._waits, self._looked_at = None, None, self._asked_at
         if self.group is None:
-            avoided = self.excluded | self.lost_nodes.unreachable()
-            self.group = make_group(self.name, self.world, self.bundle, avoided, self.lifetime)
+            self.group = make_group(self.name, self.world, self.bundle, self._avoided(self.excluded), self.lifetime)
 
     def hold_spares(self) -> None:
         """Requests the spares unless they are held or requested already."""
-        self.spares.hold(self._used, self.excluded)
+        if self.spares.count:
+            self.spares.hold(self._used, self.excluded | {*self.held()})
 
     def nodes(self) -> list[str] | None:
         """Returns the node of each bundle; None until all are placed on nodes that answer."""
@@ -208,13 +193,19 @@ class Placement:
         return self._waits
 
     def room(self, excluded: frozenset[str] = frozenset()) -> int:
-        """Returns how many ranks there is room for now, counting what the run holds already.
-
-        Args:
-            excluded: Nodes to leave out, by id.
-        """
+        """Returns how many ranks there is room for now, counting what the run holds already."""
         held = Counter(_living_nodes(self._table()).values()) + self.spares.per_node()
-        return count_places(self.bundle, held, excluded | self.lost_nodes.unreachable())
+        return places(self.bundle, held, self._avoided(excluded)).total()
+
+    def next_nodes(self) -> list[str]:
+        """Returns at most two nodes to which ranks may move, as it was lately: those that the run
+        does not use, and that hold its spares or have room."""
+        if self._seen_at is None or time.monotonic() - self._seen_at > _NEXT_NODES_S:
+            self._seen_at = time.monotonic()
+            held = self.spares.per_node()
+            room = places(self.bundle, held, self._used | self._avoided(self.excluded))
+            self._next = sorted((node for node in room if room[node]), key=lambda node: (-held[node], node))
+        return self._next[:_MOST_NEXT_NODES]
 
     def hopeless(self) -> str | None:
         """Returns why waiting longer makes no sense; None while it does."""
@@ -227,10 +218,10 @@ class Placement:
         want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
         grace_s, timeout_s = _INFEASIBLE_GRACE_S + self.extra_wait_s, _PLACEMENT_TIMEOUT_S + self.extra_wait_s
         if self._infeasible_since is not None and now - self._infeasible_since > grace_s:
-            return f"the cluster cannot hold {self.world} ranks of {want}: it has {capacity()}"
+            return f"the cluster cannot hold {self.world} ranks of {want}: it has {self._capacity()}"
         if now - self._asked_at > timeout_s:
             waited = f"did not become free within {timeout_s:.0f} s"
-            return f"{self.world} ranks of {want} {waited}; the cluster has {capacity()}"
+            return f"{self.world} ranks of {want} {waited}; the cluster has {self._capacity()}"
         return None
 
     def remove(self) -> None:
@@ -239,6 +230,12 @@ class Placement:
             remove_placement_group(self.group)
         self.group = None
         self.spares.release()
+
+    def _capacity(self) -> str:
+        return capacity() + ("; people hold nodes of it, `raypp queue` names them" if self.held() else "")
+
+    def _avoided(self, excluded: frozenset[str]) -> frozenset[str]:
+        return excluded | self.lost_nodes.unreachable() | ({*self.held()} - self._used)
 
     def _table(self) -> dict[str, Any]:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
@@ -251,12 +248,9 @@ def make_group(
     avoided: Collection[str] = (),
     lifetime: str | None = "detached",
 ) -> PlacementGroup:
-    """Requests a placement group of equal bundles; removes an existing one of that name.
-
-    Args:
-        avoided: Nodes that none of it may be on, by id.
-        lifetime: `detached`; None: Ray removes the group with the job that requests it.
-    """
+    """Requests a placement group of equal bundles; removes an existing one of that name. `avoided`:
+    nodes that none of it may be on, by id. `lifetime`: `detached`; None: Ray removes the group with
+    the job that requests it."""
     existing = existing_group(name)
     if existing is not None:
         remove_placement_group(existing)

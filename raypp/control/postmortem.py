@@ -12,10 +12,10 @@ from ray.exceptions import RayError
 
 from raypp.control import process_evidence
 from raypp.control.ray_nodes import all_nodes
+from raypp.control.recovery.cause_of_death import Death, DeathEvidence, cause_of_death
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
-from raypp.recovery.cause_of_death import Death, DeathEvidence, cause_of_death
 
 _ANSWER_S = 1.5
 _STACKS_S = 3.0
@@ -28,11 +28,7 @@ _PLANNED_NODE_ENDS = (1, 3, 4)
 
 def cause_of_worker_death(rank: Rank, ray_error: str, workers: WorkerGroup) -> Death:
     """Finds out whether a rank died with its node, with its node's raylet, or alone, and then of
-    what.
-
-    Args:
-        ray_error: The text of the error Ray raised for the actor.
-    """
+    what. `ray_error`: the text of the error Ray raised for the actor."""
     node = _node_of(rank)
     if node is not None and not node["Alive"] and node.get("DeathReason") in _PLANNED_NODE_ENDS:
         return Death(FailureKind.PREEMPTED, f"its node {rank.node} was preempted or drained")
@@ -44,8 +40,7 @@ def cause_of_worker_death(rank: Rank, ray_error: str, workers: WorkerGroup) -> D
         return Death(FailureKind.NODE_LOST, f"its node {rank.node} is lost: {seen}")
     if answers is False:
         return Death(
-            FailureKind.NODE_LOST,
-            f"its node {rank.node} does not answer any more; Ray has not declared it dead yet",
+            FailureKind.NODE_LOST, f"its node {rank.node} does not answer any more; Ray has not declared it dead yet"
         )
     return cause_of_death(rank.pid, ray_error, _evidence(rank, workers))
 
@@ -95,13 +90,8 @@ def _evidence(rank: Rank, workers: WorkerGroup) -> DeathEvidence | None:
 
 
 def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> dict[int, str]:
-    """Returns the stacks of at most 64 ranks, each bounded, by rank.
-
-    Other workers of its node examine a process that does not answer.
-
-    Args:
-        first: The rank whose stacks matter most.
-    """
+    """Returns the stacks of at most 64 ranks, each bounded, by rank. Other workers of its node
+    examine a process that does not answer. `first`: the rank whose stacks matter most."""
     chosen = sorted(ranks, key=lambda rank: (rank.rank != first, rank.rank))[:_MOST_RANKS]
     asked = {rank.actor.stacks.remote(): rank for rank in chosen if rank.actor is not None and not rank.ended}
     stacks: dict[int, str] = {}

@@ -19,7 +19,7 @@ from types import FrameType
 
 import psutil
 
-from raypp.recovery.cause_of_death import DeathEvidence, oom_kills_in
+from raypp.control.recovery.cause_of_death import DeathEvidence, oom_kills_in
 
 MOST_CHARACTERS = 6000
 """Longest text of one process' stacks."""
@@ -41,10 +41,8 @@ _WHERE = (f"torch{os.sep}distributed", f"raypp{os.sep}parallel")
 
 def prepare() -> None:
     """Makes this process write its stacks to standard error on a signal, even while native code
-    holds the interpreter.
-
-    Called once per process; does nothing when standard error is not a file.
-    """
+    holds the interpreter. Called once per process; does nothing when standard error is not a
+    file."""
     with contextlib.suppress(Exception):
         faulthandler.register(_ASK, file=sys.stderr, all_threads=True, chain=False)
         # Ray enables it only for the thread that crashes, which need not be the rank's.
@@ -83,12 +81,9 @@ def _counter_files() -> list[Path]:
 
 
 def death_evidence(pid: int, log: str, oom_kills_before: int) -> DeathEvidence:
-    """Returns the evidence that a dead process of this node left.
-
-    Args:
-        log: The file that received its standard error (its `log_path`).
-        oom_kills_before: The value of `oom_kills` when it took its seat.
-    """
+    """Returns the evidence that a dead process of this node left. `log`: the file that received its
+    standard error (its `log_path`). `oom_kills_before`: the value of `oom_kills` when it took its
+    seat."""
     return DeathEvidence(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
 
 
@@ -105,11 +100,8 @@ def _tail(log: str, pid: int) -> str:
 
 
 def host_answers(ip: str, port: int, patience_s: float = 0.5) -> bool | None:
-    """Returns whether a host answers.
-
-    True: the port accepts connections. None: the host refuses them, so it is up but the process has
-    ended. False: no answer.
-    """
+    """Returns whether a host answers. True: the port accepts connections. None: the host refuses
+    them, so it is up but the process has ended. False: no answer."""
     try:
         socket.create_connection((ip, port), timeout=patience_s).close()
     except ConnectionRefusedError:

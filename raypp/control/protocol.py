@@ -1,4 +1,4 @@
-"""Messages between controller, workers, relays and driver: plain data that Ray pickles."""
+"""Messages between controller, workers and driver: plain data that Ray pickles."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.clusters.known_runs import cluster_name
-from raypp.observe.json_lines import LogLine
+from raypp.control.clusters.known_runs import cluster_name
+from raypp.job.secret import is_mark
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
-from raypp.spec.secret import is_mark
+from raypp.state.run_records.json_lines import LogLine
 
 NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
 REQUEST_FILE = "raypp-run.json"
 """Name of the `RunRequest` in a run's package."""
-RELAYS_FROM_RANKS = 64
 """Ranks of smaller runs report to the controller directly."""
 
 
@@ -25,16 +24,14 @@ class RunRequest:
     """Start parameters of a controller. The job's package holds them as `raypp-run.json`.
 
     Attributes:
-        run: The run's name.
-        job: The resolved job, as plain JSON.
-        submission_id: The Ray job that started the run.
         facts: What decisions take into account of the cluster (`planning.decision.Facts`), as plain
             JSON.
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
-        relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
         store: URL of the run's store, in the store's own form; "" in tests with one run of a name.
         number: Of the spec of this submission; 0: the newest when the controller starts.
+        queued: It was in the cluster's line, so it comes to no node that is held.
+        after: Runs that must have succeeded before, as URL/NAME.
     """
 
     run: str
@@ -42,9 +39,10 @@ class RunRequest:
     submission_id: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     rank_function: str | None = None
-    relays_from_ranks: int = RELAYS_FROM_RANKS
     store: str = ""
     number: int = 0
+    queued: bool = False
+    after: list[str] = field(default_factory=list)
 
     @property
     def cluster_name(self) -> str:
@@ -58,11 +56,8 @@ def forks_workers(request: RunRequest) -> bool:
 
 
 def rank_environment(resources: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables that a job sets in its ranks' processes; no hidden ones.
-
-    Args:
-        resources: The resolved job's `resources`, as plain JSON.
-    """
+    """Returns the variables that a job sets in its ranks' processes; no hidden ones. `resources`:
+    the resolved job's `resources`, as plain JSON."""
     # Ray would give every actor one thread, however many CPUs it reserves.
     threads = {"OMP_NUM_THREADS": str(max(1, int(resources["cpus_per_rank"])))}
     return threads | {name: value for name, value in resources["env"].items() if not is_mark(value)}
@@ -73,7 +68,6 @@ class WorkerInfo:
     """Where a worker process runs.
 
     Attributes:
-        facts: Its node and process.
         free_port: A port of its node on which nothing listens now.
         log: The file that receives its standard error.
         oom_kills: The kernel's count of out-of-memory kills now.
@@ -87,13 +81,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker tells a restarted controller about itself.
-
-    Attributes:
-        bundle: The bundle whose resources it uses; None before its first seat.
-        seat: Its current or last seat.
-        standby: It was started as a standby and reserves no resources.
-    """
+    """What a worker tells a restarted controller about itself. `bundle`: the bundle whose resources
+    it uses; None before its first seat. `seat`: its current or last seat. `standby`: it was started
+    as a standby and reserves no resources."""
 
     info: WorkerInfo
     bundle: int | None
@@ -107,7 +97,6 @@ class ReportBatch:
 
     Attributes:
         number: Counts this rank's batches in this attempt, from 1.
-        phase: What the rank does now.
         idle_s: Seconds since its phase last changed.
         inside: The collective it waits in, once it has been idle for a while.
         reached: Marks that the device has come to, if `phase` is the device's; 0: it is the host's.
@@ -127,31 +116,19 @@ class ReportBatch:
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """The answer to a batch.
-
-    Attributes:
-        requests: What the operator wants.
-        incarnation: Identifies the controller process; one that was killed may have lost what it
-            had not written.
-        durable: Steps and events of this rank's batches up to this number are in the store.
-        age_s: Seconds since the controller answered; above 0 only when a relay answers.
-    """
+    """The answer to a batch. `requests`: what the operator wants. `incarnation`: identifies the
+    controller process; one that was killed may have lost what it had not written. `durable`: steps
+    and events of this rank's batches up to this number are in the store."""
 
     requests: Requests
     incarnation: str = ""
     durable: int = 0
-    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended in one seat.
-
-    Attributes:
-        reusable: Whether its process can take another seat.
-        why: Why not.
-        unwritten: Reports that are not known to be in the store.
-    """
+    """How a rank ended in one seat. `reusable`: whether its process can take another seat. `why`:
+    why not. `unwritten`: reports that are not known to be in the store."""
 
     result: RankResult | RankFailure
     reusable: bool = True

@@ -27,11 +27,8 @@ _FEW_RANKS = 64
 
 @dataclass
 class RankEnds:
-    """Awaits the ends of an attempt's ranks.
-
-    Args:
-        on_unwritten: Called with the reports that an ended rank could not send itself.
-    """
+    """Awaits the ends of an attempt's ranks. `on_unwritten`: called with the reports that an ended
+    rank could not send itself."""
 
     attempt: int
     ranks: list[Rank]
@@ -55,11 +52,8 @@ class RankEnds:
         self._held.append(failure)
 
     def failures(self, timeout_s: float) -> list[RankFailure]:
-        """Returns new failures, waiting up to `timeout_s` for one.
-
-        Failures of ranks that only lost a peer are held back for a while: the cause is often known
-        a little later.
-        """
+        """Returns new failures, waiting up to `timeout_s` for one. Failures of ranks that only lost
+        a peer are held back for a while: the cause is often known a little later."""
         self._held += self.collect(timeout_s)
         if not self._held:
             return []
@@ -144,9 +138,6 @@ def answer_to(reference: Any) -> Any:
 
 def outcome_timeout_s(ranks: int) -> float:
     """Returns how long each rank may leave the call for its end unanswered before it is called
-    again.
-
-    An answer costs the controller a turn, and with it a look at every rank. Ray reports a death
-    without being asked.
-    """
+    again. An answer costs the controller a turn, and with it a look at every rank. Ray reports a
+    death without being asked."""
     return max(_OUTCOME_S, _OUTCOME_S_PER_RANK * (ranks - _FEW_RANKS))

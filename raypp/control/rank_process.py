@@ -21,8 +21,8 @@ from raypp.control.protocol import WorkerInfo
 from raypp.environment import NCCL_OF_TORCH, c_compiler
 from raypp.errors import Problem, ResourcesError
 from raypp.ports import free_port
+from raypp.rank.joining.network import interface_with, network_gbps
 from raypp.records import NodeFacts, Seat
-from raypp.train.network import interface_with, network_gbps
 
 log = logging.getLogger("raypp")
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -69,12 +69,8 @@ def process_title(title: str) -> Iterator[None]:
 
 def on_sigterm(save: Callable[[], bool]) -> None:
     """Installs a SIGTERM handler: clouds and operators announce with it that a machine is about to
-    end.
-
-    Args:
-        save: Called on SIGTERM; returns whether a rank is running, which then saves and leaves.
-            Otherwise the handler that was there before (Ray's) runs.
-    """
+    end. `save`: called on SIGTERM; returns whether a rank is running, which then saves and leaves.
+    Otherwise the handler that was there before (Ray's) runs."""
     try:
         before = signal.getsignal(signal.SIGTERM)
 
@@ -113,14 +109,9 @@ def device_position(assigned: str, visible: str | None) -> int:
     """Returns the index by which this process names a device: `cuda:INDEX`.
 
     Ray assigns devices by the entries of the raylet's CUDA_VISIBLE_DEVICES, and CUDA counts the
-    devices of that list from 0.
-
-    Args:
-        assigned: Ray's id of the device: an index of the machine, or a UUID (`GPU-…`, `MIG-…`).
-        visible: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
-
-    Raises:
-        ResourcesError: The process cannot see the device.
+    devices of that list from 0. `assigned`: Ray's id of the device: an index of the machine, or a
+    UUID (`GPU-…`, `MIG-…`). `visible`: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
+    Raises ResourcesError: the process cannot see the device.
     """
     assigned = assigned.strip()
     if visible is None:

@@ -36,22 +36,21 @@ def capacity() -> str:
     return ", ".join(parts) or "no living node"
 
 
-def count_places(bundle: Mapping[str, float], held: Counter[str], excluded: Collection[str] = ()) -> int:
-    """Returns how many bundles the living nodes can hold, including those the run holds already.
+def places(bundle: Mapping[str, float], held: Counter[str], excluded: Collection[str] = ()) -> Counter[str]:
+    """Returns how many bundles each living node can hold, including those the run holds already.
+    `held`: bundles the run holds on each node."""
+    found = Counter[str]()
+    for name, free in free_per_node().items():
+        if name not in excluded:
+            fit = min(int((free.get(resource, 0.0) + 1e-6) // need) for resource, need in bundle.items())
+            found[name] = held[name] + fit
+    return found
 
-    Args:
-        held: Bundles the run holds on each node.
-    """
+
+def free_per_node() -> dict[str, Mapping[str, float]]:
+    """Returns what is free on each living node, by id. What is used up has no entry."""
     free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    count = 0
-    for node in all_nodes():
-        name = node["NodeID"]
-        if node["Alive"] and name not in excluded:
-            here = free.get(name, {})
-            count += held[name] + min(
-                int((here.get(resource, 0.0) + 1e-6) // need) for resource, need in bundle.items()
-            )
-    return count
+    return {node["NodeID"]: free.get(node["NodeID"], {}) for node in all_nodes() if node["Alive"]}
 
 
 def draining_nodes() -> dict[str, int]:
@@ -65,10 +64,7 @@ def draining_nodes() -> dict[str, int]:
 @dataclass
 class LostNodes:
     """Nodes that an attempt has lost while Ray still lists them as alive, which it does for seconds
-    to minutes.
-
-    No rank is started on such a node. A node that answers again is trusted again.
-    """
+    to minutes. No rank is started on such a node. A node that answers again is trusted again."""
 
     _since: dict[str, float] = field(default_factory=dict)
     _probed_at: float = 0.0

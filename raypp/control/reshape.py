@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raypp.checkpoint.run_spec import write_decision
-from raypp.mesh.shapes import Shape, best_shape
+from raypp.job.job import Job
 from raypp.planning.check import check_plan
 from raypp.planning.decide import decide
 from raypp.planning.decision import CERTAIN, Decision, Facts
 from raypp.planning.memory import peak_memory
+from raypp.planning.shapes import Shape, best_shape
 from raypp.records import AXES, Event
-from raypp.spec.job import Job
+from raypp.state.checkpoint.run_spec import write_decision
 from raypp.storage import ObjectStore
 
 _USABLE = 0.97
@@ -20,15 +20,10 @@ _USABLE = 0.97
 
 def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
     """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is
-    none.
-
-    Args:
-        job: As the user wrote it.
-        room: Most ranks.
-        gpu_bytes: Memory of the smallest GPU that a rank may get; 0 if unknown, and on CPUs. Meshes
-            that are planned to need more are left out, because their ranks may refuse it, and that
-            would end the run. The largest mesh stays: it is checked at submission.
-    """
+    none. `job`: as the user wrote it. `gpu_bytes`: memory of the smallest GPU that a rank may get;
+    0 if unknown, and on CPUs. Meshes that are planned to need more are left out, because their
+    ranks may refuse it, and that would end the run. The largest mesh stays: it is checked at
+    submission."""
     wanted, options = shape_of(job), job.recovery.elastic_options
     if options is None:
         return wanted if room >= wanted.world else None
@@ -68,20 +63,15 @@ def shape_of(job: Job) -> Shape:
 
 
 def reshaped(job: Job, shape: Shape) -> Job:
-    """Returns the job on another mesh, with the same rows in every step.
-
-    `layers_per_stage` holds for the job's own number of stages only.
-    """
+    """Returns the job on another mesh, with the same rows in every step. `layers_per_stage` holds
+    for the job's own number of stages only."""
     if shape == shape_of(job):
         return job
     sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}
     cut = job.pipeline.layers_per_stage if shape.pp == job.mesh.pp else None
     pipeline = {"microbatches": shape.microbatches, "layers_per_stage": cut}
     return job.model_copy(
-        update={
-            "mesh": job.mesh.model_copy(update=sizes),
-            "pipeline": job.pipeline.model_copy(update=pipeline),
-        }
+        update={"mesh": job.mesh.model_copy(update=sizes), "pipeline": job.pipeline.model_copy(update=pipeline)}
     )
 
 
@@ -99,11 +89,7 @@ def _text(shape: Shape) -> str:
 
 class Decisions:
     """What was decided for the attempts of a run: once for each mesh, and kept in the store.
-
-    Args:
-        store: The run's store.
-        facts: What submission knew of the cluster.
-    """
+    `facts`: what submission knew of the cluster."""
 
     def __init__(self, store: ObjectStore, facts: Facts) -> None:
         self._store, self.facts = store, facts
@@ -111,16 +97,8 @@ class Decisions:
 
     def make(self, job: Job, attempt: int, *, compiler: bool, network_gbps: float = 0.0) -> Decision:
         """Decides for an attempt, and writes it to the store, from which another controller reads
-        it.
-
-        Args:
-            job: On the attempt's mesh.
-            compiler: Whether all its nodes have a C compiler.
-            network_gbps: Of the slowest node; 0 if unknown.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        it. `compiler`: whether all its nodes have a C compiler. `network_gbps`: of the slowest
+        node; 0 if unknown. Raises StoreError: the store does not answer."""
         facts = replace(self.facts, compiler=compiler, network_gbps=network_gbps)
         key = shape_of(job), facts
         if key not in self._made:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
+from raypp.control.recovery.policy import describe, root_cause
 from raypp.control.seats import Rank
-from raypp.observe.status import date_and_clock
 from raypp.records import END_EVENTS, Event, RankFailure, Requests
-from raypp.recovery.policy import describe, root_cause
+from raypp.state.checkpoint.commit import COMMITTING_RANK, Commit
+from raypp.state.run_records.status import date_and_clock
 
 
 def failure_event(failure: RankFailure, attempt: int) -> Event:
@@ -42,12 +42,8 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
 
 def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
     """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
-    `resumed`).
-
-    Args:
-        kept: How many of the `world` processes are reused.
-        memory: Whether the ranks also keep snapshots in host memory.
-    """
+    `resumed`). `kept`: how many of the `world` processes are reused. `memory`: whether the ranks
+    also keep snapshots in host memory."""
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
@@ -59,11 +55,8 @@ def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memor
 
 
 def adoption_event(attempt: int, ranks: Iterable[Rank], since: float) -> Event:
-    """A restarted controller takes over the ranks of a running attempt.
-
-    Args:
-        since: When the earlier one last wrote, in seconds since 1970.
-    """
+    """A restarted controller takes over the ranks of a running attempt. `since`: when the earlier
+    one last wrote, in seconds since 1970."""
     living = [rank for rank in ranks if not rank.ended]
     ran = f"{len(living)} ranks of attempt {attempt} kept running without it"
     message = f"the controller restarted; {ran} since {date_and_clock(since)}"

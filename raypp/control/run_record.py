@@ -4,6 +4,7 @@ Ray metrics."""
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import threading
 import time
 from collections import deque
@@ -12,35 +13,33 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
-from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.credentials import scrubbed
 from raypp.control.machine import Machine
 from raypp.control.machine_log import MachineLog
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
-from raypp.observe import quantities as names
-from raypp.observe.json_lines import LogLine
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import ENDED, RankStatus, RunStatus
-from raypp.observe.tracking import Trackers
+from raypp.job.job import Job, MeshSection
 from raypp.records import END_EVENTS, Event, RunState, StepReport
-from raypp.spec.job import Job, MeshSection
+from raypp.state.checkpoint.commit import list_checkpoints, read_commit, read_extra
+from raypp.state.checkpoint.layout import step_folder
+from raypp.state.run_records import quantities as names
+from raypp.state.run_records.json_lines import LogLine
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import ENDED, RankStatus, RunStatus
+from raypp.state.run_records.tracking import Trackers
 from raypp.storage import ObjectStore, StoreError
 
 _LINES_KEPT = 5000
 _KEYS_KEPT = 50_000
 _FLUSH_S = 10.0
+_ETA_STEPS = 20
 
 
 class RunRecord:
-    """A run's records, written by one controller process. Thread-safe.
-
-    Args:
-        writer: The recorder's name; no other running writer has it.
-    """
+    """A run's records, written by one controller process. Thread-safe. `writer`: the recorder's
+    name; no other running writer has it."""
 
     def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
         self._store = store
@@ -59,6 +58,7 @@ class RunRecord:
         """Since when saves fail; None while they succeed."""
         self._waits: str | None = None
         """What the run waits for before it can begin an attempt."""
+        self._step_s: deque[float] = deque(maxlen=_ETA_STEPS)
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
 
@@ -90,16 +90,11 @@ class RunRecord:
         self._recorder.status(self._status)
 
     def resume(self, machine: Machine, committed_step: int | None) -> None:
-        """Continues the records of an earlier controller process, which was killed.
-
-        Ranks report again what may not have been written, so all that is written counts as known.
-        The earlier status may be older than the history, because a round of writes ends with the
-        status. May be called again after a `StoreError`, because it reads everything before it
-        changes anything.
-
-        Args:
-            machine: That of the earlier process.
-        """
+        """Continues the records of an earlier controller process, which was killed. Ranks report
+        again what may not have been written, so all that is written counts as known. The earlier
+        status may be older than the history, because a round of writes ends with the status. May be
+        called again after a `StoreError`, because it reads everything before it changes
+        anything."""
         reader = RunReader(self._store, self._job.name)
         events, reports, earlier = reader.events(), reader.reports(), self._earlier_status(reader, machine)
         for key in [*map(_key, events), *((report.step, report.attempt) for report in reports)]:
@@ -147,6 +142,11 @@ class RunRecord:
         """Returns the current status."""
         return self._status
 
+    def seconds_left(self) -> float | None:
+        """Returns the time that the remaining steps take, from the last ones; None if unknown."""
+        took = list(self._step_s)
+        return statistics.median(took) * max(0, self._status.steps - self._status.step) if took else None
+
     def set_mesh(self, mesh: MeshSection) -> None:
         """Sets the mesh of the current attempt."""
         self._status = dataclasses.replace(self._status, mesh=mesh.axes)
@@ -165,19 +165,13 @@ class RunRecord:
 
     def add_step(self, report: StepReport, reported_in: int = 0) -> bool:
         """Records a finished step. Older ones may follow newer ones: a rank reports again what was
-        not written.
-
-        Args:
-            reported_in: The attempt whose rank reports it; after loading a checkpoint, a rank
-                reports steps of earlier attempts.
-
-        Returns:
-            Whether it is the run's current step.
-        """
+        not written. `reported_in`: the attempt whose rank reports it; after loading a checkpoint, a
+        rank reports steps of earlier attempts. Returns whether it is the run's current step."""
         place = (max(reported_in, report.attempt), report.step)
         newest = place >= self._newest
         if newest:
             self._newest = place
+            self._step_s.append(report.step_s)
             self._set_step(report)
             self._gauges.step(report)
         if self._is_new((report.step, report.attempt)):
@@ -262,7 +256,16 @@ class RunRecord:
 
     def _set_step(self, report: StepReport) -> None:
         self._status = dataclasses.replace(
-            self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
+            self._status,
+            step=report.step,
+            loss=report.loss,
+            tokens_per_s=report.tokens_per_s,
+            tflops=report.values.get("tflops"),
+            mfu=report.values.get("mfu"),
+            peak_tflops=report.peak_tflops or None,
+            alloc_retries=report.alloc_retries or None,
+            wire_bytes=None if report.replica_bytes is None else report.wire_bytes,
+            replica_bytes=report.replica_bytes,
         )
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
@@ -303,8 +306,8 @@ class RunGauges:
             if one.gauge is not None:
                 self._set(one.gauge, getattr(report, one.name))
         for one in names.EXTRAS:
-            if one.gauge is not None and one.name in report.extras:
-                self._set(one.gauge, report.extras[one.name])
+            if one.gauge is not None and one.name in report.values:
+                self._set(one.gauge, report.values[one.name])
         self._parts |= report.parts_s.keys()
         for part in self._parts:  # a part that this step lacks, such as a save, took no time
             self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)

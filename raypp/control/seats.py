@@ -10,10 +10,10 @@ from typing import Any
 
 from raypp.control.protocol import WorkerInfo
 from raypp.failure_kinds import FailureKind
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import seat_order
-from raypp.observe.status import ENDED
+from raypp.planning.geometry import Mesh
+from raypp.planning.seating import seat_order
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
+from raypp.state.run_records.status import ENDED
 
 SITE = "site"
 """The label of a Ray node that names its site: `ray start --labels site=…`."""
@@ -25,8 +25,6 @@ class Rank:
 
     Attributes:
         bundle: The bundle whose resources it uses.
-        actor: Its process, once there is one.
-        node_id: Of the bundle's node.
         pending: The pending call to its process: `info` while starting, then `begin`, then
             `outcome`.
         info: Where its process runs, once known.
@@ -83,12 +81,8 @@ def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]
 
 def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]], *, apart: bool = False) -> list[Rank]:
     """Returns the ranks of a placement in order, seated by their nodes; none has a process yet.
-
-    Args:
-        nodes: The node of each bundle.
-        known: The cluster's nodes, as Ray lists them.
-        apart: Replicas train apart (`train.sync: {kind: outer}`).
-    """
+    `nodes`: the node of each bundle. `known`: the cluster's nodes, as Ray lists them. `apart`:
+    replicas train apart (`train.sync: {kind: outer}`)."""
     facts = plan_facts(nodes, known)
     ranks = []
     for bundle, number in enumerate(seat_order(mesh, facts, apart=apart)):

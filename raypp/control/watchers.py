@@ -15,13 +15,13 @@ from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_flight_records, collect_stacks
 from raypp.control.process_evidence import MOST_CHARACTERS
 from raypp.control.ray_nodes import draining_nodes
+from raypp.control.recovery.flight_records import pending, stuck_collectives
 from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, EventKind
-from raypp.recovery.flight_records import pending, stuck_collectives
 
 _LAST_SAVE_S = 25.0
 """Time for the last checkpoint when the notice names no deadline; clouds give 30 s and more."""
@@ -31,11 +31,7 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What there is to look at in a turn of the leader.
-
-    Attributes:
-        now: Seconds of a monotonic clock.
-    """
+    """What there is to look at in a turn of the leader. `now`: seconds of a monotonic clock."""
 
     machine: Machine
     attempt: Attempt
@@ -55,14 +51,11 @@ class Watcher(Protocol):
 
     def check(self, turn: Turn) -> MachineEvent | None:
         """Returns what the machine must know; called in every turn while there is an attempt."""
-        ...
 
 
 class Hangs:
-    """Ends an attempt that makes no progress, and records the stacks of its ranks.
-
-    Without a culprit, it also records what torch knows of their collectives.
-    """
+    """Ends an attempt that makes no progress, and records the stacks of its ranks. Without a
+    culprit, it also records what torch knows of their collectives."""
 
     def check(self, turn: Turn) -> RankFailed | None:
         watch = turn.reports.watch
@@ -87,18 +80,15 @@ class Hangs:
 
 
 class Spares:
-    """Keeps idle processes and devices for ranks that will be lost.
-
-    Args:
-        is_full_size: Whether the run has every rank it can have.
-    """
+    """Keeps idle processes and devices for ranks that will be lost. `is_full_size`: whether the run
+    has every rank it can have."""
 
     def __init__(self, is_full_size: Callable[[Machine], bool]) -> None:
         self._is_full_size = is_full_size
 
     def check(self, turn: Turn) -> None:
         if turn.reports.stepped:  # not before the first step: starting ranks need the processors
-            turn.workers.start_standbys()
+            turn.workers.start_standbys(turn.placement.next_nodes())
             if self._is_full_size(turn.machine):
                 turn.placement.hold_spares()
         for kind, message in turn.placement.spares.take_events():

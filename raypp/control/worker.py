@@ -24,12 +24,12 @@ from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment, worker_info
+from raypp.control.recovery.cause_of_death import DeathEvidence, within_rank_frame
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
 from raypp.planning.decision import Decision
 from raypp.records import RankFailure, RankResult, Reporter, Seat
-from raypp.recovery.cause_of_death import DeathEvidence, within_rank_frame
 
 RankFunction = Callable[[Decision, Seat, Reporter], RankResult]
 
@@ -71,7 +71,6 @@ class Worker:
         self._leaving = 0
         self._interrupting = 0
         self._asked = 0
-        self._relay: Any = None
         self._reporter: ControllerReporter | None = None
         self._thread: threading.Thread | None = None
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
@@ -97,21 +96,15 @@ class Worker:
         """Returns what a restarted controller needs to take this worker over."""
         return WorkerStatus(self.info(), self._bundle, self._seat, self._standby)
 
-    def begin(self, decision: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
-        """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends.
-
-        Args:
-            relay: Handle of the relay to report to; None: to the controller.
-
-        Raises:
-            RuntimeError: The rank of the last seat has not ended.
-        """
+    def begin(self, decision: dict[str, Any], seat: Seat, bundle: int) -> None:
+        """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends. Raises
+        RuntimeError: the rank of the last seat has not ended."""
         with self._changed:
             if self._seat is not None and self._end is None:
                 raise RuntimeError(f"still in attempt {self._seat.attempt}")
             if not self._changed.wait_for(lambda: not self._interrupting, _INTERRUPT_S):
                 raise RuntimeError("the interruption of its last attempt has not ended")
-            self._seat, self._bundle, self._relay, self._end = seat, bundle, relay, None
+            self._seat, self._bundle, self._end = seat, bundle, None
             self._thread = threading.Thread(
                 target=within_rank_frame, args=(lambda: self._run_seat(decision, seat),), name="rank", daemon=True
             )
@@ -119,11 +112,8 @@ class Worker:
 
     def outcome(self, attempt: int, timeout_s: float = 30.0) -> RankEnd | None:
         """Returns how the rank of an attempt ended; None when it is still running after
-        `timeout_s`.
-
-        May be called again, also by a restarted controller; an earlier call for the same seat then
-        returns None.
-        """
+        `timeout_s`. May be called again, also by a restarted controller; an earlier call for the
+        same seat then returns None."""
         self._orphan_watch.answered(time.monotonic())
         with self._changed:
             asked = self._asked = self._asked + self._is_in(attempt)
@@ -177,7 +167,7 @@ class Worker:
         """Returns torch's record of this process' collectives as JSON; "" if there is none."""
         if self._rank_function is not None:
             return ""
-        from raypp.train.rank import flight_record
+        from raypp.rank.rank import flight_record
 
         return flight_record()
 
@@ -208,9 +198,7 @@ class Worker:
     def _live(self, decision: dict[str, Any], seat: Seat) -> RankEnd:
         before = set(threading.enumerate())
         set_seat_environment(seat)
-        self._reporter = reporter = ControllerReporter(
-            self._controller, seat, self._tails, self._relay, self._orphan_watch.answered
-        )
+        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._orphan_watch.answered)
         with process_title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
             result = self._result(decision, seat, reporter)
         self._free()
@@ -222,7 +210,7 @@ class Worker:
         gc.collect()
         if self._rank_function is None:
             with contextlib.suppress(ImportError):  # then the rank did not begin, either
-                from raypp.train.rank import free_cache
+                from raypp.rank.rank import free_cache
 
                 free_cache()
 
@@ -265,7 +253,7 @@ class Worker:
             if leave is not None:
                 leave(seat)
             return
-        from raypp.train.rank import cut_connections
+        from raypp.rank.rank import cut_connections
 
         cut_connections(seat.master_port)
 
@@ -279,7 +267,7 @@ class Worker:
             function: RankFunction = getattr(importlib.import_module(module), name)
             return function
         check_node(f"node {socket.gethostname()}")
-        from raypp.train.rank import run_rank
+        from raypp.rank.rank import run_rank
 
         return run_rank
 

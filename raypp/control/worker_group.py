@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,9 +20,8 @@ from raypp.control.fork_client import EXECUTABLE
 from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers
-from raypp.control.report.relay import Relays
 from raypp.control.worker import Worker
-from raypp.spec.job import Job
+from raypp.job.job import Job
 
 # Every device stays visible and each rank sets its own: one visible device per process cripples
 # NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
@@ -38,7 +38,6 @@ class Member:
     """One worker process.
 
     Attributes:
-        node_id: Of its node; empty until known.
         fresh: It was started for the current attempt.
         watch: Of a standby: a call that fails when its process has ended.
         first: Of a standby started by this group: a call that is answered once its process runs.
@@ -60,14 +59,8 @@ class Member:
 
 @dataclass
 class WorkerGroup:
-    """Every process of a run.
-
-    A standby reserves no resources: when it replaces a dead process it uses that one's, which the
-    placement group still holds.
-
-    Args:
-        device: cpu or cuda.
-    """
+    """Every process of a run. A standby reserves no resources: when it replaces a dead process it
+    uses that one's, which the placement group still holds. `device`: cpu or cuda."""
 
     request: RunRequest
     job: Job
@@ -79,22 +72,13 @@ class WorkerGroup:
     """Node and device index of each bundle, as Ray gave them to the first process there."""
     standbys: dict[str, Member] = field(default_factory=dict)
     """By node."""
-    relays: Relays = field(init=False)
     _lost_standbys: Counter[str] = field(default_factory=Counter)
     _watched_at: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.relays = Relays(self.request.cluster_name, self.controller, self.request.relays_from_ranks)
-
     def fill(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
         """Gives every bundle a process on its node: the one it had, else a standby, else a new one.
-
-        Args:
-            nodes: The node of each bundle.
-            labels: The seat planned for each, for the name of a new actor; Ray's names cannot
-                change later.
-        """
-        self.relays.start(nodes)
+        `nodes`: the node of each bundle. `labels`: the seat planned for each, for the name of a new
+        actor; Ray's names cannot change later."""
         for bundle, node in enumerate(nodes):
             member = self.seated.get(bundle)
             if member is not None and member.node_id == node:
@@ -122,12 +106,16 @@ class WorkerGroup:
         )
         self.seated[bundle] = Member(actor, node)
 
-    def start_standbys(self) -> None:
-        """Starts a standby on every node of the run that has none, or whose standby has died."""
+    def start_standbys(self, next_nodes: Collection[str] = ()) -> None:
+        """Starts a standby on every node of the run that has none, or whose standby has died.
+        `next_nodes`: others that get one: a rank that moves there finds everything imported."""
         if not self.job.recovery.standby:
             return
         self._drop_dead_standbys()
-        for node in {member.node_id for member in self.seated.values()} - self.standbys.keys():
+        nodes = {member.node_id for member in self.seated.values()}.union(next_nodes)
+        for node in self.standbys.keys() - nodes:
+            end_actor(self.standbys.pop(node).actor)
+        for node in nodes - self.standbys.keys():
             if self._lost_standbys[node] >= _MOST_LOST_STANDBYS:
                 continue
             name = f"standby-{secrets.token_hex(3)}"
@@ -183,11 +171,7 @@ class WorkerGroup:
 
     def helpers(self, node_id: str, except_bundle: int | None = None) -> list[Any]:
         """Returns the workers of a node that can examine or end another one there. Some may be dead
-        or frozen themselves.
-
-        Args:
-            except_bundle: The bundle of the worker to be examined.
-        """
+        or frozen themselves. `except_bundle`: the bundle of the worker to be examined."""
         seated = [member for bundle, member in self.seated.items() if bundle != except_bundle]
         members = [*self.standbys.values(), *seated]
         return [member.actor for member in members if member.node_id == node_id]

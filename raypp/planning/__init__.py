@@ -1,4 +1,4 @@
-"""Predicts a job's costs before it runs, and resolves the choices a job file leaves open.
+"""What follows from a job: places, cuts, schedules, memory, time, and the decision that is shipped.
 
-Imports neither torch nor Ray.
+Rooms above import it; it imports neither torch nor Ray.
 """

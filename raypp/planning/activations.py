@@ -1,6 +1,6 @@
 """What forwards keep for their backwards, and what a backward needs while it runs, per token.
 
-The counts are those of the tensors that autograd saves in the layers of `raypp/models`
+The counts are those of the tensors that autograd saves in the layers of `raypp/stages/models`
 (`tests/unit/planning/test_activations.py` counts them in a real layer). The method is that of
 Korthikanti et al. (arXiv:2205.05198, section 4).
 
@@ -13,17 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from raypp.job.job import Job
+from raypp.job.known_families import counted_family, layer_rotary
+from raypp.job.lora import layer_adapters
+from raypp.job.models import DecoderOptions, LatentOptions
+from raypp.planning.decision import Kind
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
-from raypp.spec.families import counted_family, layer_rotary
-from raypp.spec.job import Job
-from raypp.spec.lora import layer_adapters
-from raypp.spec.models import DecoderOptions
-
-Kind = Literal["cpu", "cuda"]
-"""The kind of device; kernels differ in what they keep."""
 
 
 def microbatch_tokens(job: Job) -> int:
@@ -33,11 +30,10 @@ def microbatch_tokens(job: Job) -> int:
 
 @dataclass(frozen=True)
 class _Widths:
-    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts.
-
-    `fed`: the width of what the feed-forward block projects its input to, F or, with a gate, 2 F.
-    `normed`: the widths of what norms take, in values of the compute dtype.
-    """
+    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts. `fed`: the width
+    of what the feed-forward block projects its input to, F or, with a gate, 2 F. `normed`: the
+    widths of what norms take, in values of the compute dtype. `latent`: the widths between the two
+    projections to queries, and to keys and values."""
 
     residual: int
     queries: int
@@ -46,14 +42,44 @@ class _Widths:
     fed: int
     rows: int
     normed: int
+    latent: int
+    mixed: _Mixed
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """The values per token of attention or a delta rule, whichever has more: what a forward keeps,
+    with "selective" and without recomputation, and what is between the halves of a backward."""
+
+    selective: int
+    all: int
+    split: int
+
+
+def _mixed(model: DecoderOptions, wide: int) -> _Mixed:
+    """Returns the values of the token mixing; `wide` values of the compute dtype are one in fp32. A
+    delta rule keeps its inputs and computes chunks and states again. Its gated norm is in fp32."""
+    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+    rules = list(map(model.delta_rule, range(model.num_layers)))
+    gate = queries if any(rules) else 0  # of the attention of these families
+    found = []
+    if None in rules:
+        both = 2 * queries + 2 * keys
+        found.append((both + gate, both + 3 * gate, both + gate))
+    for rule in {rule for rule in rules if rule is not None}:
+        product = rule.channels + 2 * rule.values + 2 * rule.value_heads
+        kept = 2 * rule.channels + (2 + 4 * wide) * rule.values + (1 + 4 * wide) * rule.value_heads
+        found.append((product, kept, product))
+    return _Mixed(*map(max, zip(*found, strict=True)))
 
 
 def _widths(job: Job) -> _Widths:
     model = job.model
+    wide = max(1, 4 // job.train.dtypes.compute.bytes)
     largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
     normed = _normed(model)
     if model.stage_ends().gain_from_zero:  # computed in fp32
-        normed = normed * 4 // job.train.dtypes.compute.bytes
+        normed = normed * wide
     return _Widths(
         residual=model.hidden_size,
         queries=model.num_heads * model.dim_per_head,
@@ -62,6 +88,8 @@ def _widths(job: Job) -> _Widths:
         fed=2 * largest.inner if _gated(model) else largest.inner,
         rows=2 * largest.sent * model.hidden_size,
         normed=normed,
+        latent=model.kv_lora_rank + (model.q_lora_rank or 0) if isinstance(model, LatentOptions) else 0,
+        mixed=_mixed(model, wide),
     )
 
 
@@ -70,8 +98,11 @@ def _normed(model: DecoderOptions) -> int:
     """Returns the widths of what the norms of a layer take."""
     known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
     family = counted_family(model)
-    norms = {weight.name.rpartition(".")[0] for weight in family.weights(model, 0) if weight.part == "norm"}
-    return sum(known.get(name.rpartition(".")[2], model.hidden_size) for name in norms)
+    norms = [
+        weight for weight in family.weights(model, 0) if weight.part == "norm" and "linear_attn" not in weight.name
+    ]
+    widths = {weight.name.rpartition(".")[0]: weight.shape[0] for weight in norms}
+    return sum(known.get(name.rpartition(".")[2], width) for name, width in widths.items())
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +139,7 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     if extent in ("full", "offload"):
         return w.residual
     if extent == "selective":
-        return 3 * w.residual + 2 * w.queries + 2 * w.keys + w.fed + w.rows
+        return 3 * w.residual + w.mixed.selective + w.latent + w.fed + w.rows
     return _everything(job, w, kind)
 
 
@@ -124,14 +155,12 @@ def _dropped(model: DecoderOptions) -> tuple[int, int]:
 
 def mask_bytes(job: Job) -> int:
     """Returns the bytes per token of the largest mask of adapters' dropout while it is computed.
-
-    Three copies of a hash of 64 bits for four features, and the mask.
-    """
+    Three copies of a hash of 64 bits for four features, and the mask."""
     return 7 * _dropped(job.model)[1]
 
 
 def _everything(job: Job, w: _Widths, kind: Kind) -> int:
-    numbers = 2 * w.residual + w.normed + 2 * w.queries + 2 * w.keys + 2 * w.fed + w.rows
+    numbers = 2 * w.residual + w.normed + w.mixed.all + w.latent + 2 * w.fed + w.rows
     if kind == "cpu" and not job.model.stage_ends().layer_norm:  # other norms are not one operator
         numbers += w.normed
     if kind == "cpu" and _ruled(job.model, job.data.seq_len):  # the outputs of documents are joined
@@ -140,12 +169,10 @@ def _everything(job: Job, w: _Widths, kind: Kind) -> int:
 
 
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
-    """Returns the bytes that a stage keeps per token of a microbatch in flight.
-
-    Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows,
-    and on the last stage what the final norm keeps. On CUDA without what waits in host memory; on a
-    CPU that is the same memory.
-    """
+    """Returns the bytes that a stage keeps per token of a microbatch in flight. Its layers', the
+    tables of the rotary encoding (2 R each), its output if another stage follows, and on the last
+    stage what the final norm keeps. On CUDA without what waits in host memory; on a CPU that is the
+    same memory."""
     width = job.model.hidden_size
     first = sum(cut[:stage])
     rotary = {layer_rotary(job.model, index) for index in range(first, first + cut[stage])}
@@ -164,28 +191,25 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
 
 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes per token that a backward keeps between its two halves.
-
-    These are the inputs of all matrix products of the stage's layers, and the gradients of their
-    results.
-    """
+    """Returns the bytes per token that a backward keeps between its two halves. These are the
+    inputs of all matrix products of the stage's layers, and the gradients of their results."""
     w = _widths(job)
-    inputs = 2 * w.residual + w.queries + w.inner + w.rows // 2
-    gradients = w.queries + 2 * w.keys + w.residual + w.fed + (w.rows // 2 or w.residual)
-    inputs = _dropped(job.model)[0] or inputs
-    return cut[stage] * (inputs + gradients) * job.train.dtypes.compute.bytes
+    inputs = 2 * w.residual + w.latent + w.inner + w.rows // 2
+    gradients = w.latent + w.residual + w.fed + (w.rows // 2 or w.residual)
+    inputs = (_dropped(job.model)[0] or inputs + w.queries) - w.queries
+    return cut[stage] * (inputs + w.mixed.split + gradients) * job.train.dtypes.compute.bytes
 
 
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
-    """Returns the bytes per token of a layer's backward at its largest.
-
-    The gradients of its output and within its feed-forward block, and what the layer recomputes.
-    In the block, that of the activation, or with a gate those of both factors of the product, whose
-    own memory is free by then; on CPUs one is in holes of the heap. An adapted matrix gives two
-    gradients of its input, and their sum is a third tensor.
-    """
+    """Returns the bytes per token of a layer's backward at its largest. The gradients of its output
+    and within its feed-forward block, and what the layer recomputes. In the block, that of the
+    activation, or with a gate those of both factors of the product, whose own memory is free by
+    then; on CPUs one is in holes of the heap. An adapted matrix gives two gradients of its input,
+    and their sum is a third tensor."""
     w = _widths(job)
     recomputed = _everything(job, w, kind) - layer_activation_numbers(job, kind)
     gradients = 2 if kind == "cuda" and _gated(job.model) else 1
     gradients = gradients if job.model.lora is None else 3
-    return (w.residual + gradients * w.inner + recomputed) * job.train.dtypes.compute.bytes
+    own = (w.residual + gradients * w.inner + recomputed) * job.train.dtypes.compute.bytes
+    rules = filter(None, map(job.model.delta_rule, range(job.model.num_layers)))
+    return max([own, *(rule.backward_bytes(job.data.seq_len) for rule in rules)])

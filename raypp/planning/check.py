@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from raypp.errors import JobError, Problem
-from raypp.mesh.cut import most_stages
-from raypp.mesh.shapes import divisors
+from raypp.job.family import Shape
+from raypp.job.job import Job
+from raypp.job.known_families import family_of
+from raypp.job.limits import RANKS
+from raypp.job.lora import layer_adapters, quantised_base
+from raypp.job.models import MoeOptions, with_experts
+from raypp.job.precision import BF16, DTYPES, FP16, FP32
+from raypp.planning.cut import most_stages
 from raypp.planning.resolve import cut_of, lookahead_of, schedule_of
+from raypp.planning.schedules.catalogue import schedule_named, size_problems, too_large
+from raypp.planning.shapes import divisors
 from raypp.planning.stored_bytes import BLOCK
-from raypp.schedules.catalogue import schedule_named, size_problems, too_large
-from raypp.spec.families import family_of
-from raypp.spec.family import Shape
-from raypp.spec.job import Job
-from raypp.spec.limits import RANKS
-from raypp.spec.lora import layer_adapters, quantised_base
-from raypp.spec.models import MoeOptions
-from raypp.spec.precision import DTYPES
 
 _LISTED = 64
 """More stages than this are not listed one by one."""
 
 
 def check_plan(job: Job) -> list[Problem]:
-    """Returns all problems of a job's mesh, cut and schedule.
-
-    Each names its key and the nearest values that work.
-    """
+    """Returns all problems of a job's mesh, cut and schedule. Each names its key and the nearest
+    values that work."""
     problems = list(_sizes(job))
     if problems:
         return problems  # nothing else can be computed for such a job
@@ -37,9 +36,9 @@ def check_plan(job: Job) -> list[Problem]:
     problems += wire_problems(job)
     problems += _blocks(job)
     reduce, compute = job.train.dtypes.reduce, job.train.dtypes.compute
-    if reduce.bytes < compute.bytes:
+    if reduce is not FP32 and reduce is not compute:
         fault = f"{reduce.name} sums would lose the precision of {compute.name} gradients"
-        fix = f"use train.precision {reduce.name}, or leave train.reduce_dtype at {compute.name}"
+        fix = f"use train.precision {reduce.name}, or leave train.reduce_dtype at {FP32.name}"
         problems.append(Problem("train.reduce_dtype", fault, fix))
     return problems
 
@@ -71,12 +70,28 @@ def _schedule(job: Job) -> Iterator[Problem]:
 
 def _cut(job: Job) -> Iterator[Problem]:
     if job.pipeline.layers_per_stage is not None:
-        yield from _own_cut(job, job.pipeline.layers_per_stage)
+        problems = list(_own_cut(job, job.pipeline.layers_per_stage))
+        yield from problems or _parted(job, job.pipeline.layers_per_stage)
         return
     try:
-        cut_of(job)
+        cut = cut_of(job)
     except JobError as error:
         yield from error.problems
+        return
+    yield from _parted(job, cut)
+
+
+def _parted(job: Job, cut: Sequence[int]) -> Iterator[Problem]:
+    """Finds cuts between layers that must be on one stage."""
+    together = job.model.uncut()
+    borders = [border for border in accumulate(cut[:-1]) if together.start < border < together.stop]
+    if borders:
+        fault = f"a cut before layer {borders[0]} parts layers {together.start} to {together.stop - 1}, which compute "
+        fault += "for each other (K and V, or per-layer embeddings)"
+        fix = "use mesh.pp 1 and pipeline.stages_per_rank 1"
+        if together.start:
+            fix += f", or pipeline.layers_per_stage with {len(together)} or more layers on the last stage"
+        yield Problem("pipeline.layers_per_stage", fault, fix)
 
 
 def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
@@ -115,10 +130,10 @@ def _axes(job: Job) -> Iterator[Problem]:
         near = _near(mesh.ep, divisors(shard))
         fault = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
         yield Problem("mesh.ep", fault, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
-    elif mesh.ep > 1 and not isinstance(model, MoeOptions):
+    elif mesh.ep > 1 and with_experts(model) is None:
         yield Problem("mesh.ep", f"{model.kind} has no experts to split over {mesh.ep} ranks", "use mesh.ep 1")
-    elif isinstance(model, MoeOptions):
-        yield from _experts(model, mesh.ep, shard)
+    elif (routed := with_experts(model)) is not None:
+        yield from _experts(routed, mesh.ep, shard)
     if mesh.cp > 1:
         yield from _context(job)
 
@@ -152,14 +167,8 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class _Stack:
-    """One parameter of all experts of a layer.
-
-    Attributes:
-        name: Name within its layer.
-        shape: Shape of one expert's part.
-        cuttable: Lengths of the dims that may be cut over ranks.
-        trained: It has moments.
-    """
+    """One parameter of all experts of a layer. `cuttable`: lengths of the dims that may be cut over
+    ranks. `trained`: it has moments."""
 
     name: str
     shape: Shape
@@ -192,8 +201,8 @@ def _widths(model: MoeOptions) -> str:
 
 def _blocks(job: Job) -> Iterator[Problem]:
     """Finds experts whose rows several ranks would share within a block of 8-bit moments."""
-    model, rest = job.model, job.mesh.shards // job.mesh.ep
-    if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or rest <= 1 or not isinstance(model, MoeOptions):
+    model, rest = with_experts(job.model), job.mesh.shards // job.mesh.ep
+    if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or rest <= 1 or model is None:
         return
     for stack in _stacks(model):
         # FSDP cuts experts by rows where it can, else by columns. A bias has columns only.
@@ -215,6 +224,13 @@ def _context(job: Job) -> Iterator[Problem]:
     if mesh.cp_style == "ring" and multiple % 2:
         fault = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", fault, f"use {multiple + 1}, or mesh.cp_style ulysses")
+    parts = 2 if mesh.cp_style == "ring" else 1
+    rules = filter(None, map(job.model.delta_rule, range(job.model.num_layers)))
+    reach = max((rule.kernel - 1 for rule in rules), default=0)
+    if multiple < parts * reach:
+        fault = f"{multiple} allows parts of rows of {multiple // parts} tokens on a rank (mesh.cp), but the "
+        fault += f"convolution of {job.model.kind} reads {reach} tokens of the part before"
+        yield Problem("pipeline.pad_to_multiple_of", fault, f"use at least {parts * reach}")
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:
@@ -236,6 +252,10 @@ def wire_problems(job: Job) -> Iterator[Problem]:
     if wire.dtype != "auto" and "none" not in asked:
         fault = f"{wire.dtype} applies to messages that are not compressed, but all are ({' and '.join(sorted(asked))})"
         yield Problem("pipeline.wire.dtype", fault, "use auto, or pipeline.wire.compression none")
+    if compute is FP16 and (wire.dtype == BF16.name or BF16.name in asked):
+        key = "dtype" if wire.dtype == BF16.name else "compression"
+        fault = "bf16 has as many bytes as the messages, which are computed in fp16, and fewer digits"
+        yield Problem(f"pipeline.wire.{key}", fault, "use auto" if key == "dtype" else "use none or int8")
     if compute.name in asked:
         fault = f"messages already travel in {compute.name}, because they are computed in it (train.precision)"
         yield Problem("pipeline.wire.compression", fault, "use none or int8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from raypp.errors import JobError
-from raypp.schedules.simulate import Simulator, StageTimes, Timeline
+from raypp.planning.schedules.simulate import Simulator, StageTimes, Timeline
 
 WORTH = 0.01
 """A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
@@ -29,14 +29,8 @@ _BY_EVENTS = 5
 
 @dataclass(frozen=True)
 class Depth:
-    """One depth of the warm-up.
-
-    Attributes:
-        lookahead: Extra forwards per rank below.
-        step_s: Simulated time of the program; a mean over several if the times vary.
-        simulator: Of the program.
-        timeline: Its simulation.
-    """
+    """One depth of the warm-up. `lookahead`: extra forwards per rank below. `step_s`: simulated
+    time of the program; a mean over several if the times vary."""
 
     lookahead: int
     step_s: float
@@ -58,8 +52,6 @@ def depths(
     Args:
         simulator: Returns the simulator of the program with a depth, or raises JobError
             (`ResolvedPipeline.simulator`).
-        microbatches: Per replica and step.
-        times: Seconds of every stage and of every message.
         most_in_flight: Microbatches in flight that each stage has memory for, where that was
             measured; None: any number.
         fits: Whether a depth and its program fit into memory by plan; None: any does. Depth 0 is
@@ -104,9 +96,7 @@ channels need less."""
 
 def cards_of_nodes(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> list[int | None] | None:
     """Returns the card of every pipeline rank if each node has one card; None if none is shared.
-
-    The result is `StageTimes.cards`. `nodes`: the node of every pipeline rank.
-    """
+    The result is `StageTimes.cards`. `nodes`: the node of every pipeline rank."""
     channels = {frozenset(pair) for pair in pairwise(rank_of_stage)}
     # How many leave each node. As many arrive.
     loads = Counter(nodes[one] for pair in channels if len({nodes[one] for one in pair}) > 1 for one in pair)
@@ -123,13 +113,8 @@ def cards_and_links(
     messages together. TCP does not share a card equally, so the slowest channel is what counts: it
     ends when the card is done. If it ends much earlier, the node has a card for each neighbour. If
     it ends later, the card carries less in total than with one message, and all its messages take
-    that much longer.
-
-    Args:
-        rank_of_stage: Pipeline rank of every stage.
-        nodes: The node of every pipeline rank.
-        wire: Seconds of a message alone, by border; the border after the last stage is not used.
-        crowded: The same while all channels are in use.
+    that much longer. `wire`: seconds of a message alone, by border; the border after the last stage
+    is not used. `crowded`: the same while all channels are in use.
     """
     alone: dict[int, dict[frozenset[int], float]] = {}
     slowest: dict[int, float] = {}

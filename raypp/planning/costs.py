@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
-from annotated_types import Ge, Le, MaxLen
-from typing_extensions import TypedDict
+from annotated_types import Ge, Le
 
 from raypp.errors import JobError
-from raypp.planning.activations import Kind
+from raypp.job.job import Job
+from raypp.job.known_families import family_of
+from raypp.job.lora import is_quantised, quantised_base
+from raypp.job.models import with_experts
+from raypp.job.precision import FP32, PRECISIONS, auto_on
+from raypp.planning.decision import Facts, Kind
 from raypp.planning.flops import (
     BACKWARD_PER_FORWARD,
     attention_flops,
@@ -27,16 +29,8 @@ from raypp.planning.flops import (
 )
 from raypp.planning.machines import INSIDE_GBPS
 from raypp.planning.resolve import schedule_of
-from raypp.planning.sizes import sizes_of
-from raypp.schedules.catalogue import SCHEDULES
-from raypp.spec.families import family_of
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
-from raypp.spec.lora import is_quantised, quantised_base
-from raypp.spec.models import MoeOptions
-from raypp.untrusted.documents import Bounds, parse_as
-from raypp.untrusted.files import read_file
-from raypp.untrusted.text import shell_word, visible
+from raypp.planning.schedules.catalogue import SCHEDULES
+from raypp.planning.sizes import mixers, sizes_of
 
 GIB = 1024**3
 
@@ -54,8 +48,10 @@ class Device:
         bandwidth: Of its memory, in 10^12 bytes/s, from the data sheet.
         inside_gbps: Gbit/s per direction between two devices of a node, in collectives of all of
             them; an assumption.
-        groups: Whether torch's own kernel multiplies by all experts (compute capability 9.0 and
-            10.x); on other cards one of Triton does.
+        capability: Compute capability, of which bf16 needs 8.0; for other vendors, that of NVIDIA's
+            cards with the same dtypes and kernels.
+        groups: Whether torch's own kernel multiplies by all experts (9.0 and 10.x); on other cards
+            one of Triton does.
     """
 
     name: str
@@ -65,12 +61,22 @@ class Device:
     attention: float = 0.3
     bandwidth: float = 1.0
     inside_gbps: float = INSIDE_GBPS
+    capability: tuple[int, int] = (8, 0)
     groups: bool = False
 
     @property
     def kind(self) -> Kind:
         """The kind of device whose memory is planned."""
         return "cpu" if self.name == "cpu" else "cuda"
+
+    @property
+    def facts(self) -> Facts:
+        """What decisions take into account of ranks on such devices."""
+        return Facts(self.kind, cards=(self.name,), memory=self.memory, precision=auto_on(self.capability))
+
+    def computes(self, precision: str) -> bool:
+        """Whether it has kernels for products in a precision."""
+        return self.kind == "cpu" or self.capability >= PRECISIONS[precision].compute.since
 
 
 _DEQUANTISE_CPU_S = {"nf4": 2.8e-9, "int8": 1.6e-9}
@@ -107,42 +113,51 @@ _MOVED = 0.85
 # its tensor cores. Memory is what the driver leaves to processes: the total capacity in torch's
 # out-of-memory messages, 1 to 2 % less than the sheet's, 7 % less with ECC on an L40S
 # (docs/planning.md has sources; where there is none, the sheet less 1.5 %). Inside a node: what
-# NCCL's collectives reach over NVLink (375 GB/s of 450 on Hopper), or over PCIe.
+# NCCL's collectives reach over NVLink (375 GB/s of 450 on Hopper), or over PCIe. V100's rates
+# are the SXM2's (PCIe: 112 TFLOP/s, 80 Gbit/s); those of an RTX 2080 Ti are with sums in fp32.
 _TABLE = """
-cpu           0.04   0.08   0.08    0      0.5   0.5   0.02   100
-cuda          400    200    40      0      0.5   0.3   2.0    100
-rtx3090       71     35.6   35.6    23.7   0.62  0.5   0.936  100
-rtx4090       165    82.6   82.6    23.64  0.62  0.5   1.008  120
-rtx5090       209.5  104.8  104.8   31.36  0.62  0.5   1.792  120
-rtxpro6000    503.8  251.9  125     94.97  0.5   0.3   1.792  120
-a6000         154.8  77.4   38.7    47.4   0.6   0.45  0.768  100
-a10           125    62.5   31.2    22.06  0.5   0.4   0.6    100
-a10g          70     35     31.5    22.06  0.6   0.5   0.6    100
-l4            121    60     30.3    22.05  0.4   0.35  0.3    100
-l40s          362    183    91.6    44.42  0.5   0.35  0.864  120
-a100-40       312    156    19.5    39.5   0.62  0.42  1.555  1900
-a100-80       312    156    19.5    79.25  0.62  0.42  2.039  1900
-h100          989    494    67      79.11  0.46  0.3   3.35   3000
-h200          989    494    67      139.4  0.46  0.3   4.8    3000
-b200          2250   1125   75      178.3  0.42  0.15  8.0    6000
-gb200         2500   1250   80      184.5  0.42  0.15  8.0    6000
-b300          2250   1125   75      267.0  0.42  0.15  8.0    6000
-mi300x        1307   654    163     191.5  0.35  0.2   5.3    2400
+cpu           0.04   0.08   0.08    0      0.5   0.5   0.02   100   0.0
+cuda          400    200    40      0      0.5   0.3   2.0    100   9.0
+rtx3090       71     35.6   35.6    23.7   0.62  0.5   0.936  100   8.6
+rtx4090       165    82.6   82.6    23.64  0.62  0.5   1.008  120   8.9
+rtx5090       209.5  104.8  104.8   31.36  0.62  0.5   1.792  120   12.0
+rtxpro6000    503.8  251.9  125     94.97  0.5   0.3   1.792  120   12.0
+a6000         154.8  77.4   38.7    47.4   0.6   0.45  0.768  100   8.6
+a10           125    62.5   31.2    22.06  0.5   0.4   0.6    100   8.6
+a10g          70     35     31.5    22.06  0.6   0.5   0.6    100   8.6
+l4            121    60     30.3    22.05  0.4   0.35  0.3    100   8.9
+l40s          362    183    91.6    44.42  0.5   0.35  0.864  120   8.9
+a100-40       312    156    19.5    39.5   0.62  0.42  1.555  1900  8.0
+a100-80       312    156    19.5    79.25  0.62  0.42  2.039  1900  8.0
+h100          989    494    67      79.11  0.46  0.3   3.35   3000  9.0
+h200          989    494    67      139.4  0.46  0.3   4.8    3000  9.0
+b200          2250   1125   75      178.3  0.42  0.15  8.0    6000  10.0
+gb200         2500   1250   80      184.5  0.42  0.15  8.0    6000  10.0
+b300          2250   1125   75      267.0  0.42  0.15  8.0    6000  10.3
+v100-16       125    15.7   15.7    15.78  0.5   0.25  0.9    950   7.0
+v100-32       125    15.7   15.7    31.74  0.5   0.25  0.9    950   7.0
+t4            65     8.1    8.1     14.56  0.4   0.25  0.32   80    7.5
+rtx2080ti     53.8   13.4   13.4    10.76  0.5   0.25  0.616  80    7.5
+mi300x        1307   654    163     191.5  0.35  0.2   5.3    2400  8.0
 """
-"""Name, TFLOP/s in bf16, tf32 and fp32, GiB, shares of products and of attention, TB/s, Gbit/s
-inside a node. On a CPU, one core; bf16 is emulated there, and 0.04 what was measured."""
+"""Name, TFLOP/s in bf16 as in fp16, in tf32 and in fp32, GiB, shares of products and of attention,
+TB/s, Gbit/s inside a node, compute capability. Cards below 8.0 have neither bf16 nor tf32. On a
+CPU, one core; half precision is emulated there (0.04 measured)."""
 
 
 def _device(row: str) -> Device:
-    name, bf16, tf32, fp32, gib, share, attention, bandwidth, inside = row.split()
-    tflops = {"fp32": float(fp32), "tf32": float(tf32), "bf16": float(bf16)}
-    grouped = name in ("cuda", "h100", "h200", "b200", "gb200", "b300")
-    memory = int(float(gib) * GIB)
-    return Device(name, tflops, memory, float(share), float(attention), float(bandwidth), float(inside), grouped)
+    name, half, tf32, fp32, gib, share, attention, bandwidth, inside, version = row.split()
+    tflops = {"fp32": float(fp32), "tf32": float(tf32), "bf16": float(half), "fp16": float(half)}
+    major, minor = map(int, version.split("."))
+    rates, groups = (float(share), float(attention), float(bandwidth), float(inside)), major in (9, 10)
+    return Device(name, tflops, int(float(gib) * GIB), *rates, (major, minor), groups)
 
 
 DEVICES = {device.name: device for device in map(_device, _TABLE.strip().splitlines())}
-_OTHER_NAMES = {"a100": "a100-80", "mi300": "mi300x", "rtxa6000": "a6000", "rtx6000pro": "rtxpro6000"}
+_OTHER_NAMES = {
+    "a100": "a100-80", "mi300": "mi300x", "rtxa6000": "a6000", "rtx6000pro": "rtxpro6000",
+    "v100": "v100-16", "v100s": "v100-32", "v100s-32": "v100-32",
+}  # fmt: skip
 _COUNT = re.compile(r"^\d+ ?[x×] ?| ?[x×] ?\d{1,2}$")
 _SIZE = re.compile(r"(\d+)(g|gb|gib)")
 _NOT_KIND = re.compile(
@@ -151,14 +166,9 @@ _NOT_KIND = re.compile(
 
 
 def device_named(name: str) -> Device:
-    """Returns a kind of device by the name that a user or a driver gives.
-
-    Ignores case, spaces, a count and the vendor's words (`RTX 4090`, `8x H100`, `NVIDIA
-    A100-SXM4-80GB`); `a100` is the one with 80 GB.
-
-    Raises:
-        JobError: There is no such device; names the closest.
-    """
+    """Returns a kind of device by the name that a user or a driver gives. Ignores case, spaces, a
+    count and the vendor's words (`RTX 4090`, `8x H100`, `NVIDIA A100-SXM4-80GB`); `a100` is the one
+    with 80 GB, `v100` that with 16. Raises JobError: there is no such device; names the closest."""
     words = re.split(r"[-_ /]+", _COUNT.sub("", name.strip().lower()))
     sizes = [match[1] for word in words if (match := _SIZE.fullmatch(word))]
     kept = [word for word in words if not _NOT_KIND.fullmatch(word) and not _SIZE.fullmatch(word)]
@@ -171,11 +181,8 @@ def device_named(name: str) -> Device:
     raise JobError(f"--device {name}: unknown", f"{meant}use one of {', '.join(DEVICES)}, or measure: --measure FILE")
 
 
-_SHOWN = 8
-_BOUNDS = Bounds(size=4 << 20, values=100_000)
 _Seconds = Annotated[float, Ge(0), Le(1e9)]
 _Share = Annotated[float, Ge(0), Le(1e3)]
-_Label = Annotated[str, MaxLen(200)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,6 @@ class Costs:
             the backward.
         weight_share: Fraction that its weight half takes. Both halves together may take longer than
             the whole.
-        kind: The kind of device.
         measured: True if these are measured times.
         source: Where the numbers come from, for people.
     """
@@ -221,18 +227,24 @@ CostsOf = Costs | Device
 """Given costs, or a kind of device for which those of each job are computed."""
 
 
-class _File(TypedDict):
-    measured: _Label
-    device: _Label
-    identity: dict[str, Any]
-    costs: Costs
+def _products(job: Job) -> str:
+    """Returns in what matrix products on a GPU are computed."""
+    compute = job.train.dtypes.compute.name
+    return "tf32" if compute == "fp32" and job.train.tf32 else compute
+
+
+def peak_tflops(job: Job, cards: Iterable[str]) -> float:
+    """Returns the peak of the slowest of these cards for the job's products; 0 if one is not
+    known."""
+    try:
+        return min((device_named(card).tflops[_products(job)] for card in cards), default=0.0)
+    except JobError:
+        return 0.0
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
     """Computes costs from the job's FLOPs, the bytes that it moves, and the device's data sheet."""
-    products: str = job.train.dtypes.compute.name
-    if products == "fp32" and job.train.tf32:
-        products = "tf32"
+    products = _products(job)
     rate, sizes = device.tflops[products] * device.share * 1e12, sizes_of(job.model)
     per_token, attended = layer_flops(job.model, sizes, job.data.seq_len), attention_flops(job.model, job.data.seq_len)
     tokens = job.train.micro_batch_size * job.data.seq_len
@@ -257,7 +269,7 @@ def computed_costs(job: Job, device: Device) -> Costs:
         layer = _no_faster_than_launched(job, device, layer, again)
         optimizer = _UPDATE_BYTES[job.train.optimizer.state] / (device.bandwidth * 1e12)
         launch = f"{1e6 * _launch_seconds(job):g} µs to launch a kernel"
-        if isinstance(job.model, MoeOptions) and job.mesh.ep > 1:
+        if with_experts(job.model) is not None and job.mesh.ep > 1:
             launch += f", {1e6 * _HOST_WAIT_S:g} µs until the host has read row counts"
         words += f" ({device.attention:.0%} in attention), {device.bandwidth:g} TB/s, {launch}"
     first, last = end_weights(job)
@@ -276,9 +288,7 @@ def computed_costs(job: Job, device: Device) -> Costs:
 
 def against_compiling(job: Job, splits: bool) -> str:
     """Returns why `train.compile: auto` does not compile blocks, as far as the job tells, or "".
-
-    `splits`: whether its program splits backwards.
-    """
+    `splits`: whether its program splits backwards."""
     against = {
         f"{schedule_of(job)} splits backwards": splits,
         "train.sample decodes with the same blocks": job.train.sample is not None,
@@ -319,11 +329,11 @@ def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool)
     """Returns a layer's times, as long as the host needs at least for its kernels and its waits."""
     forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
     wait = 0.0
-    if isinstance(job.model, MoeOptions):
+    if (model := with_experts(job.model)) is not None:
         forward, backward = forward + _EXPERT_KERNELS, backward + _EXPERT_KERNELS
         if job.mesh.ep > 1:  # the host reads row counts, while the device permutes rows
             tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
-            moved = 2 * tokens * job.model.experts_per_token * job.model.hidden_size
+            moved = 2 * tokens * model.experts_per_token * model.hidden_size
             permuted = moved * job.train.dtypes.compute.bytes / (device.bandwidth * _MOVED * 1e12)
             wait = max(0.0, _HOST_WAIT_S - permuted) * job.mesh.cp  # `forecast` divides by cp
     each_s = _launch_seconds(job)
@@ -333,8 +343,8 @@ def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool)
 
 def _grouped_slower(job: Job, device: Device, per_token: float) -> float:
     """Returns how many times as long a layer's products take as if those of experts were plain."""
-    model = job.model
-    if not isinstance(model, MoeOptions):
+    model = with_experts(job.model)
+    if model is None:
         return 1.0
     tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
     rows = tokens * job.mesh.ep * model.experts_per_token / model.num_experts
@@ -344,10 +354,8 @@ def _grouped_slower(job: Job, device: Device, per_token: float) -> float:
 
 
 def dequantise_seconds(job: Job, device: Device) -> float:
-    """Returns the seconds in which the matrices of an average layer are dequantised once.
-
-    0 without a quantised base. All experts count: a microbatch has tokens for each of them.
-    """
+    """Returns the seconds in which the matrices of an average layer are dequantised once. 0 without
+    a quantised base. All experts count: a microbatch has tokens for each of them."""
     base, family = quantised_base(job.model), family_of(job.model)
     if base is None or family is None:
         return 0.0
@@ -357,63 +365,19 @@ def dequantise_seconds(job: Job, device: Device) -> float:
     return (_DEQUANTISE_CPU_S[base] if device.kind == "cpu" else gpu) * weights / len(layers)
 
 
-def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:
-    """Returns what a job's measured costs depend on.
-
-    That excludes the number of layers and the mesh. `kind`: of the device that is measured.
-    """
-    document = job_document(job.for_device(kind))
-    without = ("num_layers", "from_hf", "original", "max_context")
-    model = {key: value for key, value in document["model"].items() if key not in without}
-    if model["lora"] is None:
-        del model["lora"]
-    train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
-    train["compile"] = document["train"]["compile"]
-    if not job.train.tf32:
-        train["tf32"] = False
-    return {"model": model, "seq_len": job.data.seq_len, "train": train}
-
-
-def read_costs(path: Path, job: Job) -> Costs:
-    """Reads costs that `raypp plan --measure` wrote.
-
-    Raises:
-        JobError: The file cannot be read, or was measured for another model or for other
-            microbatches.
-    """
-    fix = f"measure again: raypp plan JOB --measure {shell_word(path)}"
-    document = parse_as(
-        _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
-    )
-    costs, identity = document["costs"], document["identity"]
-    wanted = cost_identity(job, costs.kind)
-    if identity != wanted:
-        differs = sorted(_differences(identity, wanted))
-        shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
-        raise JobError(f"{path} was measured for another job: {shown} differ", fix)
-    source = f"costs measured {visible(document['measured'])} on {visible(document['device'])}"
-    return replace(costs, measured=True, source=source)
-
-
-def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
-    """Writes measured costs and what they are valid for.
-
-    Args:
-        device: The device on which they were measured.
-        measured: Time of the measurement, for people.
-    """
-    numbers = {name: value for name, value in asdict(costs).items() if name not in ("measured", "source")}
-    document = {"measured": measured, "device": device, "identity": cost_identity(job, costs.kind), "costs": numbers}
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def _differences(measured: Any, wanted: Any, prefix: str = "") -> list[str]:
-    """Returns the keys that differ, as deep as the wanted ones go."""
-    if not isinstance(measured, dict) or not isinstance(wanted, dict):
-        return [] if measured == wanted else [prefix]
-    names = measured.keys() | wanted.keys()
-    return [
-        key
-        for name in names
-        for key in _differences(measured.get(name), wanted.get(name), f"{prefix}.{name}" if prefix else name)
-    ]
+def context_bytes(job: Job) -> float:
+    """Returns the bytes that a cp rank sends in an average layer's forward of one microbatch. Ring:
+    keys and values circulate, (cp - 1) / cp of them past every rank. Ulysses: queries, keys, values
+    and the result are exchanged. Delta rule: every rank gets of every part what it does to a state,
+    in fp32, and its last tokens before the convolution."""
+    cp, rows, number = job.mesh.cp, job.train.micro_batch_size, job.train.dtypes.compute.bytes
+    ring, moved = job.mesh.cp_style == "ring", 0.0
+    for rule, queries, keys in mixers(job.model):
+        if rule is not None:
+            state = rule.value_heads * rule.key_dim * (rule.key_dim + rule.value_dim) * FP32.bytes
+            last = (rule.kernel - 1) * rule.channels * number
+            moved += (cp - 1) * rows * (2 if ring else 1) * (state + last)
+        else:
+            widths = 2 * keys * (cp - 1) if ring else 2 * (queries + keys) * (1 - 1 / cp)
+            moved += rows * job.data.seq_len / cp * widths * number
+    return moved / job.model.num_layers

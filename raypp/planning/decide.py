@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raypp.errors import JobError, Problem
+from raypp.job.job import Job
+from raypp.job.precision import BF16
 from raypp.planning.activations import stage_activation_bytes
-from raypp.planning.costs import against_compiling
+from raypp.planning.costs import against_compiling, peak_tflops
 from raypp.planning.decision import Decision, Facts, ResolvedPipeline
+from raypp.planning.flops import flops_per_key, flops_per_token
 from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.memory import memories
-from raypp.planning.reduction import reduction_on
+from raypp.planning.reduction import LAST, reduction_on
 from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.schedules.action import splits_backward
+from raypp.planning.schedules.simulate import StageTimes
 from raypp.planning.thread_blocks import pipeline_ctas
-from raypp.schedules.action import splits_backward
-from raypp.schedules.simulate import StageTimes
-from raypp.spec.job import Job
 
 _MOST_SIMULATED = 60_000
 """Actions of all programs together beyond which no deeper warm-up is planned for."""
@@ -26,26 +29,33 @@ _MOST_SIMULATED = 60_000
 
 def settle(job: Job, facts: Facts) -> Job:
     """Returns the job with what is decided once for the life of a run, so that later attempts
-    compute the same: its precision, the base of its adapters, and when gradients are reduced."""
-    job = job.for_device(facts.device, bf16=facts.bf16)
+    compute the same: its precision, the base of its adapters, and when gradients are reduced. On
+    GPUs of unknown nodes, the last stays open."""
+    job = job.for_device(facts.device, cuda=facts.precision)
+    if facts.device == "cuda" and not facts.gpus:
+        return job
     return reduction_on(job, facts.gpus, facts.cards, facts.memory)
+
+
+def fp16_remark(asked: Job, facts: Facts) -> str:
+    """Returns what is better than the precision that a job asks for on its GPUs, or ""."""
+    scaled = asked.train.dtypes.scales_loss and facts.device == "cuda" and facts.precision == BF16.name
+    return "train.precision: fp16, but these GPUs have bf16, which needs no loss scale" if scaled else ""
 
 
 ON_CPUS = Facts()
 
 
 def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
-    """Decides everything that follows from a job on its mesh.
-
-    Args:
-        job: On the mesh of the attempt. What `settle` decides may be decided already.
-        facts: What is known of the cluster; by default, ranks compute on CPUs.
-
-    Raises:
-        JobError: The schedule does not exist or does not support these sizes, or a stage would have
-            no layer. `check_plan` reports all such problems at once.
-    """
+    """Decides everything that follows from a job on its mesh. `job`: on the mesh of the attempt.
+    What `settle` decides may be decided already. `facts`: what is known of the cluster; by default,
+    ranks compute on CPUs. Raises JobError: the schedule does not exist or does not support these
+    sizes, or a stage would have no layer. `check_plan` reports all such problems at once."""
+    if job.train.epochs is not None:
+        raise JobError(Problem("train.epochs", "was not counted", "use train.steps, or `raypp submit`"))
     job, kind = settle(job, facts), facts.device
+    if job.mesh.reduce_gradients == "auto":
+        job = job.with_reduction(LAST)
     pipeline = resolve_pipeline(job)
     job, remarks = _with_compile(job, pipeline, facts)
     if job.train.compiles and not pipeline.whole_backwards:  # all else is as resolved
@@ -65,6 +75,9 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
         ctas=ctas,
         ctas_words=ctas_words,
         remarks=remarks,
+        flops_per_token=flops_per_token(job, attention=False),
+        flops_per_key=flops_per_key(job.model),
+        peak_tflops=peak_tflops(job, facts.cards) if kind == "cuda" else 0.0,
     )
 
 
@@ -83,10 +96,8 @@ def _with_compile(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[J
 
 
 def _depth_bytes(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[int, ...]:
-    """Returns the planned memory of the rank that needs most by depth of the warm-up, from 0.
-
-    As far as programs change, and a device has the memory.
-    """
+    """Returns the planned memory of the rank that needs most by depth of the warm-up, from 0. As
+    far as programs change, and a device has the memory."""
     found: list[int] = []
     if job.pipeline.lookahead != "auto" or job.mesh.pp == 1 or facts.device == "cpu":
         return ()

@@ -1,7 +1,7 @@
 """What follows from a job and its devices: decided once, recorded, and shipped to every rank.
 
 `planning.decide` makes a `Decision`: the controller for each new mesh, which sends it with the
-seats and writes it beside the job; `raypp.train` on rank 0. A rank imports this module and nothing
+seats and writes it beside the job; `raypp.rank` on rank 0. A rank imports this module and nothing
 else of what plans.
 
 Left to a rank is what only a measurement on its device shows: the attention kernel
@@ -12,22 +12,23 @@ snapshot (`checkpoint.memory_every_steps: auto`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from raypp.errors import size_text
-from raypp.mesh.seating import Placement
-from raypp.schedules.action import Program, without_idle_backwards
-from raypp.schedules.catalogue import build_forward_only, build_program
-from raypp.schedules.simulate import Simulator
-from raypp.spec.job import Job
-from raypp.spec.precision import DtypeName
+from raypp.errors import first_of, size_text
+from raypp.job.job import Job
+from raypp.job.precision import FP32, DtypeName
+from raypp.planning.schedules.action import Program, without_idle_backwards
+from raypp.planning.schedules.catalogue import build_forward_only, build_program
+from raypp.planning.schedules.simulate import Simulator
+from raypp.planning.seating import Placement
 
 VERSION = 2
 """Goes up when an older raypp would misunderstand what is written."""
@@ -44,6 +45,8 @@ COPIES = 2
 TIER_SHARE = 0.8
 """Share of the available memory that snapshots take at most."""
 
+Kind = Literal["cpu", "cuda"]
+"""The kind of device; kernels differ in what they keep."""
 WireKind = Literal[DtypeName, "int8"]
 
 
@@ -63,13 +66,11 @@ class ResolvedPipeline:
         schedule: Name of the schedule; auto resolved.
         lookahead: Extra warm-up forwards; auto is 0 until links have been measured.
         microbatches: Per replica and step.
-        cut: Number of layers of every stage.
         input_weight: Cost of the embedding in the cut, in layers.
         output_weight: Cost of norm, projection and loss in the cut, in layers.
         placement: How the schedule places stages: "loop" or "v".
         stages_of_rank: Stages of every pipeline rank, ascending.
         whole_backwards: Backwards are not split, whatever the schedule does: blocks are compiled.
-        trained: Whether a stage has parameters that are trained, by stage.
         wire: Formats in which activations and gradients travel between stages.
     """
 
@@ -115,19 +116,13 @@ class ResolvedPipeline:
 
     @cached_property
     def program(self) -> Program:
-        """Actions of every pipeline rank, in order.
-
-        Raises:
-            JobError: The schedule does not exist or does not support these sizes.
-        """
+        """Actions of every pipeline rank, in order. Raises JobError: the schedule does not exist or
+        does not support these sizes."""
         return self._program(self.lookahead)
 
     def program_with(self, lookahead: int) -> Program:
-        """Returns the program with another warm-up depth. Placement and cut stay the same.
-
-        Raises:
-            JobError: The schedule does not support it.
-        """
+        """Returns the program with another warm-up depth. Placement and cut stay the same. Raises
+        JobError: the schedule does not support it."""
         return self.program if lookahead == self.lookahead else self._program(lookahead)
 
     def _program(self, lookahead: int) -> Program:
@@ -136,13 +131,9 @@ class ResolvedPipeline:
         return MappingProxyType({rank: tuple(program[rank]) for rank in sorted(program)})
 
     def simulator(self, lookahead: int | None = None) -> Simulator:
-        """Returns the simulator of the program, or of the one with another warm-up depth.
-
-        Kept, because a plan simulates the same programs with the times of several devices.
-
-        Raises:
-            JobError: The schedule does not support the depth.
-        """
+        """Returns the simulator of the program, or of the one with another warm-up depth. Kept,
+        because a plan simulates the same programs with the times of several devices. Raises
+        JobError: the schedule does not support the depth."""
         depth = self.lookahead if lookahead is None else lookahead
         if depth not in self._simulators:
             self._simulators[depth] = Simulator(self.program_with(depth))
@@ -151,6 +142,14 @@ class ResolvedPipeline:
     @cached_property
     def _simulators(self) -> dict[int, Simulator]:
         return {}
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> ResolvedPipeline:
+        """Reads the pipeline of a decision's document. Raises ValueError: it is none."""
+        pipeline = _PIPELINE.validate_python(document["pipeline"])
+        if sorted(chain(*pipeline.stages_of_rank)) != list(range(pipeline.num_stages)):
+            raise ValueError("pipeline.stages_of_rank does not name each stage once")
+        return pipeline
 
     def forward_program(self) -> Program:
         """Returns a program of forwards only, on the same stages, for evaluation."""
@@ -195,25 +194,39 @@ class RankMemory:
         return {**dataclasses.asdict(self), "total": self.total}
 
 
+_BLOCK = 256
+"""Numbers in int8 or int4 that share an fp32 scale."""
+
+
+def sent_bytes(job: Job, numbers: float, kind: str) -> float:
+    """Returns the bytes that a rank sends to sum `numbers` numbers over the replicas. An exact sum
+    is a ring: (n - 1) / n of the numbers go around twice. In int8 or int4, every replica sends its
+    numbers to every other."""
+    replicas = job.mesh.dp_replicate
+    if bits := {"int8": 8, "outer": job.train.sync.bits}.get(kind):
+        return (replicas - 1) * numbers * (_BLOCK * bits / 8 + 4) / _BLOCK
+    each = FP32.bytes if kind == "outer" else job.train.dtypes.reduce.bytes  # the mean of fp32 weights, or sums
+    return 2 * (replicas - 1) / replicas * numbers * each
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a decision takes into account of a cluster.
 
     Attributes:
-        device: What ranks compute on.
         gpus: GPUs of each node that has some.
         cards: Names of these GPUs, one of each node at least; "" for one that is not known.
         memory: Bytes of the smallest of them; 0 if unknown.
-        bf16: Whether they have bf16.
+        precision: What `train.precision: auto` is on them.
         compiler: Whether every node has a C compiler.
         network_gbps: Gbit/s of one connection to another node, of the slowest; 0 if unknown.
     """
 
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Kind = "cpu"
     gpus: tuple[int, ...] = ()
     cards: tuple[str, ...] = ()
     memory: int = 0
-    bf16: bool = True
+    precision: DtypeName = "bf16"
     compiler: bool = True
     network_gbps: float = 0.0
 
@@ -230,16 +243,15 @@ class Decision:
     Attributes:
         job: The job as ranks run it: with its precision, the base of its adapters, when gradients
             are reduced, the steps between outer steps, and whether blocks are compiled.
-        facts: What was known of the cluster.
-        pipeline: Schedule, cut, placement and wire formats.
-        memory: Planned memory of every pipeline rank.
         in_flight: Microbatches in flight of every stage at most.
         activation_bytes: Of a token of a microbatch in flight, by stage.
         depth_bytes: Planned memory of the rank that needs most, by depth of the warm-up, from 0;
             empty where the depth is not chosen by measurement.
         offloaded: Bytes that every pipeline rank keeps in host memory instead of on its device.
-        ctas: Thread blocks of NCCL (CTAs) of a message between stages.
         ctas_words: Why; "" without messages on GPUs.
+        flops_per_token: FLOPs of forward and backward without attention; recomputation not counted.
+        flops_per_key: The same of a query and one key that it sees, in one layer.
+        peak_tflops: TFLOP/s of a GPU by its data sheet in the dtype of products; 0: unknown.
         remarks: What was decided for `auto`, in words, by key.
     """
 
@@ -254,6 +266,25 @@ class Decision:
     ctas: int
     ctas_words: str
     remarks: dict[str, str]
+    flops_per_token: float = 0.0
+    flops_per_key: float = 0.0
+    peak_tflops: float = 0.0
+
+    def flops(self, documents: Iterable[int]) -> float:
+        """Returns the model's FLOPs for documents of these lengths, in tokens. A query sees all
+        tokens of its document up to its own, or the last W of them."""
+        lengths = Counter(documents)
+        keys = sum(
+            layers * count * min(window or n, n) * (n - min(window or n, n) / 2)
+            for window, layers in self._windows.items()
+            for n, count in lengths.items()
+        )
+        return self.flops_per_token * sum(n * count for n, count in lengths.items()) + self.flops_per_key * keys
+
+    @cached_property
+    def _windows(self) -> Counter[int | None]:
+        model = self.job.model
+        return Counter(model.attention_rule(index).window for index in range(model.num_layers))
 
     @property
     def needs(self) -> list[int]:
@@ -262,9 +293,7 @@ class Decision:
 
     def depths_within(self, memory: int) -> Callable[[int, object], bool] | None:
         """Returns a function that tells whether a depth of the warm-up fits into a device by plan.
-
-        `memory`: its bytes; 0: unknown, so any depth fits (None).
-        """
+        `memory`: its bytes; 0: unknown, so any depth fits (None)."""
         if not memory or not self.depth_bytes:
             return None
         return lambda depth, _program: depth < len(self.depth_bytes) and self.depth_bytes[depth] <= memory
@@ -279,16 +308,13 @@ class Decision:
         return _SHAPE.validate_python({name: document[name] for name in cls.__dataclass_fields__})
 
 
-_SHAPE, _FACTS = TypeAdapter(Decision), TypeAdapter(Facts)
+_SHAPE, _FACTS, _PIPELINE = TypeAdapter(Decision), TypeAdapter(Facts), TypeAdapter(ResolvedPipeline)
 
 
 def too_little(needs: Sequence[int], capacity: int) -> str:
     """Returns which pipeline ranks certainly need more memory than a device has; "" if none does.
-
-    `needs`: planned bytes of every pipeline rank.
-    """
+    `needs`: planned bytes of every pipeline rank."""
     large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
     if not large:
         return ""
-    listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
-    return f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"
+    return f"a device has {size_text(capacity)}; ranks are planned to need more: {first_of(large, 8)}"

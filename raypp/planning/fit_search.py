@@ -19,6 +19,9 @@ from itertools import product
 from typing import Any
 
 from raypp.errors import JobError, Problem, size_text
+from raypp.job.checks import check_training
+from raypp.job.job import Job
+from raypp.job.load import parse_job
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Device, computed_costs
 from raypp.planning.decision import too_little
@@ -26,12 +29,9 @@ from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
-from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory
+from raypp.planning.memory import memory_kind, peak_memory, rank_memories
 from raypp.planning.reduction import EACH, LAST, decide_reduction
 from raypp.planning.search import Candidate, changed_job
-from raypp.spec.checks import check_training
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
 from raypp.untrusted.text import shell_word
 
 PATIENCE_S = 20.0
@@ -48,11 +48,7 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Proposal(Candidate):
-    """A change with which a job fits.
-
-    Attributes:
-        costs: What it costs besides time, for people.
-    """
+    """A change with which a job fits. `costs`: what it costs besides time, for people."""
 
     costs: tuple[str, ...] = ()
 
@@ -104,8 +100,6 @@ def changes_that_fit(
     Args:
         job: A job in which `check_plan` finds no problem.
         machines: The nodes. As many of their devices are used as the job has ranks.
-        device: The kind of device: its memory and its speed.
-        keep: Number of changes to return that keep the training.
         patience_s: Time limit. The result then covers what has been tried.
         host: Free bytes of host memory by node, 0 if unknown. None: those of the machines.
 
@@ -127,12 +121,8 @@ def changes_that_fit(
 
 
 class _Search:
-    """Plans combinations of changes until a time of the monotonic clock, `end`.
-
-    Attributes:
-        tried: Number of combinations whose memory was planned.
-        out_of_time: True once the time was reached.
-    """
+    """Plans combinations of changes until a time of the monotonic clock, `end`. `tried`: number of
+    combinations whose memory was planned. `out_of_time`: True once the time was reached."""
 
     def __init__(self, machines: Machines, device: Device, end: float, host: Mapping[str, int]) -> None:
         self.kind = device.kind
@@ -153,11 +143,9 @@ class _Search:
         return sorted(proposals, key=lambda one: (one.forecast.step_s, one.peak, len(one.changes)))
 
     def _on_shape(self, shaped: Job, shape: Changes) -> list[Proposal]:
-        """Returns the smallest sets of levers with which a mesh fits.
-
-        If the strongest levels together need too much, the mesh is given up, unless they are close
-        to the limit and fit with one of them left out.
-        """
+        """Returns the smallest sets of levers with which a mesh fits. If the strongest levels
+        together need too much, the mesh is given up, unless they are close to the limit and fit
+        with one of them left out."""
         levels = [[{}, *self._levels(lever, shaped)] for lever in _KEEPING]
         strongest = tuple(len(one) - 1 for one in levels)
         peaks: dict[tuple[tuple[str, Any], ...], int | None] = {}
@@ -200,6 +188,7 @@ class _Search:
     def _levels(self, lever: Lever, job: Job) -> list[Changes]:
         """Returns the levels that this job and this kind of device take."""
         taken = [one for one in lever.levels(job) if self.kind != "cpu" or not in_host_memory(one)]
+        taken = [one for one in taken if self._device.computes(str(one.get("train.precision", "fp32")))]
         return [one for one in taken if (changed := changed_job(job, one)) and not check_training(changed)]
 
     def weakest(self, job: Job, lever: Lever) -> Iterator[Proposal]:
@@ -241,14 +230,14 @@ class _Search:
             if check_training(one) or check_plan(one) or offload_problems(one, self._host, self.kind):
                 return None
             costed = computed_costs(one, self._device)
-            cast = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
+            prediction = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
         except JobError:
             return None
-        if any_size or cast.peak_memory <= self._device.memory:
+        if any_size or prediction.peak_memory <= self._device.memory:
             if changes and self._for_memory(one):  # said: with a larger device, auto would decide otherwise
                 changes = {**changes, "mesh.reduce_gradients": EACH}
                 one = one.with_reduction(EACH)
-            return Proposal(dict(changes), one, cast, costs)
+            return Proposal(dict(changes), one, prediction, costs)
         return None
 
     def _for_memory(self, one: Job) -> bool:
@@ -299,22 +288,13 @@ def set_words(one: Candidate) -> str:
 
 def memory_problems(job: Job, capacity: int, host: Mapping[str, int] | None = None) -> list[Problem]:
     """Returns a problem if ranks need more memory than a device has, with changes that make it fit.
-
-    Args:
-        job: A job in which `check_plan` finds no problem.
-        capacity: Bytes of the smallest device that a rank may get.
-        host: As for `changes_in_words`.
-    """
-    lack = too_little(memory_of_ranks(job), capacity)
+    `job`: a job in which `check_plan` finds no problem. `host`: as for `changes_in_words`."""
+    lack = too_little([memory.total for memory in rank_memories(job)], capacity)
     return [Problem("train", lack, changes_in_words(job, capacity, host=host))] if lack else []
 
 
 def changes_in_words(
-    job: Job,
-    capacity: int,
-    factor: float = 1.0,
-    patience_s: float = PATIENCE_S,
-    host: Mapping[str, int] | None = None,
+    job: Job, capacity: int, factor: float = 1.0, patience_s: float = PATIENCE_S, host: Mapping[str, int] | None = None
 ) -> str:
     """Returns the first changes of `changes_that_fit` as one sentence.
 
@@ -322,9 +302,7 @@ def changes_in_words(
 
     Args:
         job: A job in which `check_plan` finds no problem.
-        capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
-        patience_s: Most seconds to search.
         host: Free bytes of host memory by node, where they are known: no change offloads more.
     """
     device = replace(DEVICES[memory_kind(job)], memory=int(capacity / factor))

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from raypp.planning.sizes import ModelSizes, declared_sizes, sizes_of
-from raypp.spec.job import Job
-from raypp.spec.lora import layer_adapters
-from raypp.spec.models import DecoderOptions
-from raypp.spec.precision import FP32
+from raypp.job.job import Job
+from raypp.job.lora import layer_adapters, trains_part
+from raypp.job.models import DecoderOptions
+from raypp.job.precision import FP32
+from raypp.planning.sizes import ModelSizes, declared_sizes, mixers, sizes_of
 
 BACKWARD_PER_FORWARD = 2.0
 """Products in the backward (gradients of the input and of the weights) per product in the forward.
@@ -28,24 +28,25 @@ BACKWARD_PER_FORWARD = 2.0
 
 
 def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float:
-    """Returns the FLOPs of one layer's forward, per token of a row of `seq_len` tokens.
-
-    Averages over layers.
-    """
+    """Returns the FLOPs of one layer's forward, per token of a row of `seq_len` tokens. Averages
+    over layers."""
     return 2.0 * sizes.mean("multiplied") + attention_flops(model, seq_len)
 
 
 def attention_flops(model: DecoderOptions, seq_len: int) -> float:
-    """Returns those of its attention."""
-    return 4.0 * (_keys(model, seq_len) / model.num_layers) * model.num_heads * model.dim_per_head
+    """Returns those of its attention, or of the delta rule that is in its place."""
+    layers = zip(mixers(model), _seen(model, seq_len), strict=True)
+    each = (4.0 * keys * queries if rule is None else rule.flops(seq_len) for (rule, queries, _), keys in layers)
+    return sum(each) / model.num_layers
 
 
 @lru_cache(maxsize=64)
-def _keys(model: DecoderOptions, seq_len: int) -> float:
-    """Returns how many keys a query of a row reads on average, in all layers together."""
+def _seen(model: DecoderOptions, seq_len: int) -> tuple[float, ...]:
+    """Returns how many keys a query of a row reads on average, in each layer; 0 by a delta rule."""
     windows = (model.attention_rule(index).window for index in range(model.num_layers))
     seen = (seq_len if window is None else min(window, seq_len) for window in windows)
-    return sum(keys * (1 - keys / (2 * seq_len)) for keys in seen)
+    attends = (rule is None for rule, _, _ in mixers(model))
+    return tuple(own * keys * (1 - keys / (2 * seq_len)) for own, keys in zip(attends, seen, strict=True))
 
 
 def head_flops(model: DecoderOptions) -> float:
@@ -54,10 +55,8 @@ def head_flops(model: DecoderOptions) -> float:
 
 
 def backward_factor(job: Job) -> float:
-    """Returns the products in the backward of a layer per product in its forward.
-
-    A frozen matrix has no gradient; the gradient of its input costs as much as its forward.
-    """
+    """Returns the products in the backward of a layer per product in its forward. A frozen matrix
+    has no gradient; the gradient of its input costs as much as its forward."""
     if job.model.lora is None:
         return BACKWARD_PER_FORWARD
     sizes = sizes_of(job.model)
@@ -77,7 +76,7 @@ def weight_share(job: Job) -> float:
 
 def head_backward(model: DecoderOptions) -> float:
     """Returns the products in the backward of the output projection per product in its forward."""
-    return BACKWARD_PER_FORWARD if model.lora is None else BACKWARD_PER_FORWARD - 1
+    return BACKWARD_PER_FORWARD if trains_part(model, "lm_head") else BACKWARD_PER_FORWARD - 1
 
 
 def recompute_factor(job: Job) -> float:
@@ -85,13 +84,19 @@ def recompute_factor(job: Job) -> float:
     return backward_factor(job) + (1.0 if job.train.activation_checkpointing in ("full", "offload") else 0.0)
 
 
-def flops_per_token(job: Job) -> float:
-    """Returns the FLOPs of forward and backward of the whole model, per token.
-
-    Recomputation does not count.
-    """
+def flops_per_token(job: Job, *, attention: bool = True) -> float:
+    """Returns the FLOPs of forward and backward of the whole model, per token. Recomputation does
+    not count. Without `attention`: 6 N, N the weights that a token is multiplied with; 4 for frozen
+    ones."""
     layers = job.model.num_layers * layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
-    return layers * (1 + backward_factor(job)) + head_flops(job.model) * (1 + head_backward(job.model))
+    whole = layers * (1 + backward_factor(job)) + head_flops(job.model) * (1 + head_backward(job.model))
+    left_out = 0.0 if attention else flops_per_key(job.model) * sum(_seen(job.model, job.data.seq_len))
+    return whole - left_out
+
+
+def flops_per_key(model: DecoderOptions) -> float:
+    """Returns those of a query and one key in a layer: scores and values, forward and backward."""
+    return 4.0 * model.num_heads * model.dim_per_head * (1 + BACKWARD_PER_FORWARD)
 
 
 FLOPS_PER_BYTE = 10.0
@@ -133,11 +138,9 @@ def _moved(job: Job, sizes: ModelSizes) -> float:
 
 def elementwise_bytes(job: Job, *, compiled: bool) -> float:
     """Returns the bytes of a layer's forward and backward on a GPU outside of products, per token.
-
     Counted (benchmarks/kernel_counts): a compiled layer moves 0.63 times as much, and adapters that
     apply to all matrices 3.2 values for each of their results, or 9.7. Rows that go to experts are
-    permuted, weighted and summed, there and back, and never by compiled code.
-    """
+    permuted, weighted and summed, there and back, and never by compiled code."""
     model, sizes = job.model, sizes_of(job.model)
     moved = _moved(job, sizes) * (0.63 if compiled else 1.0)
     if model.lora is not None:
@@ -149,22 +152,18 @@ def elementwise_bytes(job: Job, *, compiled: bool) -> float:
 
 def input_weight(job: Job) -> float:
     """Returns the cost of the embedding in layers: a lookup, and a dense gradient per microbatch.
-
-    Nearly free. Frozen, it has no gradient.
-    """
+    Nearly free. Frozen, it has no gradient."""
     model, tokens = job.model, job.train.micro_batch_size * job.data.seq_len
     lookup = _PASSES_OVER_EMBEDDING * model.hidden_size * job.train.dtypes.compute.bytes
     dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * FP32.bytes / tokens
-    if model.lora is not None:
+    if not trains_part(model, "embed_tokens"):
         dense = 0.0
     return round((lookup + dense) * FLOPS_PER_BYTE / layer_cost(job), 4)
 
 
 def output_weight(job: Job) -> float:
-    """Returns the cost of norm, projection and loss in layers.
-
-    Counts the projection's FLOPs and the bytes of the softmax (fp32).
-    """
+    """Returns the cost of norm, projection and loss in layers. Counts the projection's FLOPs and
+    the bytes of the softmax (fp32)."""
     flops = head_flops(job.model) * (1 + head_backward(job.model))
     moved = _PASSES_OVER_LOGITS * job.model.vocab_size * FP32.bytes
     return round((flops + moved * FLOPS_PER_BYTE) / layer_cost(job), 4)

@@ -22,21 +22,21 @@ from heapq import nsmallest
 from itertools import pairwise
 from typing import Any
 
-from raypp.mesh.geometry import Mesh, of_pipeline_rank
-from raypp.planning.activations import Kind, microbatch_tokens
+from raypp.job.job import Job
+from raypp.job.lora import lowest_trained
+from raypp.planning.activations import microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
-from raypp.planning.costs import Costs, CostsOf, computed_costs
-from raypp.planning.decision import RankMemory, ResolvedPipeline
+from raypp.planning.costs import Costs, CostsOf, computed_costs, context_bytes
+from raypp.planning.decision import Kind, RankMemory, ResolvedPipeline
+from raypp.planning.geometry import Mesh, of_pipeline_rank
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, message_bytes
 from raypp.planning.memory import gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_in_words
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.planning.sizes import sizes_of
-from raypp.schedules.simulate import Simulator, StageTimes, Timeline
-from raypp.spec.job import Job
-from raypp.spec.lora import lowest_trained
 
 _TAKEN = 0.1
 """Seconds by which a second of a collective slows the compute beside it: its kernel holds
@@ -60,8 +60,6 @@ class LinkUse:
     """Use of the cable between two nodes, in its busier direction.
 
     Attributes:
-        nodes: The two nodes.
-        gbps: Its rate.
         bytes_per_step: Activations or gradients of all pipelines that cross here.
         message_s: Seconds per message, including the share of others on the cable.
         busy: Fraction of the step in which the busier of the two nodes' cards is in use, in one
@@ -82,19 +80,14 @@ class Forecast:
     """Forecast of a step on given machines.
 
     Attributes:
-        step_s: Seconds of a step.
         tokens_per_s: Of all replicas, with every row full.
         bubble: Idle fraction of the ranks' time within the schedule, including waits for links.
         parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
-        lookahead: Extra warm-up forwards that the forecast assumes.
         stage_s: Seconds of compute of each pipeline rank in a step.
         links: The cables that pipelines cross, busiest first; at most `_MOST_LISTED`.
-        memory: Of every pipeline rank.
-        bottleneck: Description of what a step waits for most.
         device_memory: Bytes of a device; 0: unknown.
         measured: Which inputs were measured: "costs", "links".
         assumptions: Description of each; where costs and links come from.
-        replica_sums: Sums of gradients over replicas; None without replicas.
         device: cpu, cuda, the given kind of device, or measured; empty if nobody asked for one.
         advice: Single changes that would help, and the fraction of the step's time that each saves.
             Empty if nobody asked, for programs with very many actions, and for very many ranks.
@@ -108,6 +101,7 @@ class Forecast:
     stage_s: tuple[float, ...]
     links: tuple[LinkUse, ...]
     memory: tuple[RankMemory, ...]
+    pipeline: ResolvedPipeline
     bottleneck: str
     device_memory: int
     measured: tuple[str, ...]
@@ -138,10 +132,8 @@ def forecast(
 
     Args:
         job: A job in which `check_plan` finds no problem.
-        machines: The machines it runs on.
         costs: Costs of a device of speed 1, or of which kind of device.
         device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
-        pipeline: The job's resolved pipeline, if known.
         kind: The kind of device whose memory is planned; None: the job's.
 
     Raises:
@@ -156,10 +148,8 @@ def forecast(
 
 @dataclass(frozen=True)
 class _Border:
-    """The boundary between stages `s` and `s + 1` of all pipelines.
-
-    `crossings` counts the concurrent messages between two nodes.
-    """
+    """The boundary between stages `s` and `s + 1` of all pipelines. `crossings` counts the
+    concurrent messages between two nodes."""
 
     crossings: Mapping[tuple[str, str], int]
     seconds: float
@@ -167,16 +157,10 @@ class _Border:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Bytes, or numbers, of a pipeline rank's weights that its fsdp · cp ranks share.
-
-    A ring over n ranks passes (n - 1) / n of the bytes through each link.
-
-    Attributes:
-        rest: Of all weights but experts that ep spreads.
-        experts: Of those, on all ep ranks together. FSDP shards an ep-th over every ep-th rank.
-        shards: fsdp · cp.
-        ep: mesh.ep.
-    """
+    """Bytes, or numbers, of a pipeline rank's weights that its fsdp · cp ranks share. A ring over n
+    ranks passes (n - 1) / n of the bytes through each link. `rest`: of all weights but experts that
+    ep spreads. `experts`: of those, on all ep ranks together. FSDP shards an ep-th over every ep-th
+    rank. `ep`: mesh.ep."""
 
     rest: float
     experts: float
@@ -255,6 +239,7 @@ class _Step:
             stage_s=busy,
             links=tuple(used),
             memory=tuple(memories(job, pipeline, simulator, self._kind)),
+            pipeline=pipeline,
             bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
             device_memory=device_memory,
             measured=tuple(name for name, source in (("costs", costs), ("links", self._machines)) if source.measured),
@@ -366,11 +351,8 @@ class _Step:
 
     def _beside(self, stage: int, speed: float) -> tuple[float, float, float, float]:
         """Returns the seconds that FSDP's collectives on a GPU add to a stage: to each forward, to
-        each backward, before all of them, and after.
-
-        Weights that are not freed are gathered beside the first forward, and gradients that are
-        summed once beside the last backward.
-        """
+        each backward, before all of them, and after. Weights that are not freed are gathered beside
+        the first forward, and gradients that are summed once beside the last backward."""
         job, layer, layers, cp = self._job, self._costs.layer, self._pipeline.cut[stage], self._job.mesh.cp
         if self._costs.kind == "cpu" or job.mesh.shards == 1:
             return 0.0, 0.0, 0.0, 0.0
@@ -386,20 +368,15 @@ class _Step:
         )
 
     def _layer_traffic(self) -> float:
-        """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
-
-        A backward has twice as many. Ring: keys and values circulate, (cp - 1) / cp of them past
-        every rank. Ulysses: queries, keys, values and the result are exchanged. Experts: the rows
-        of tokens go out and come back, to (ep - 1) / ep of the ranks.
-        """
+        """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch. A
+        backward has twice as many. Experts: the rows of tokens go out and come back, to
+        (ep - 1) / ep of the ranks."""
         job, model, mesh = self._job, self._job.model, self._mesh
         number, cp = job.train.dtypes.compute.bytes, job.mesh.cp
         tokens = job.train.micro_batch_size * job.data.seq_len / cp
         seconds = 0.0
         if cp > 1:
-            keys, queries = 2 * model.kv_heads * model.dim_per_head, model.num_heads * model.dim_per_head
-            moved = keys * (cp - 1) if job.mesh.cp_style == "ring" else (2 * queries + keys) * (1 - 1 / cp)
-            seconds += _over(self._slowest(mesh.groups("cp")), tokens * moved * number)
+            seconds += _over(self._slowest(mesh.groups("cp")), context_bytes(job))
         if job.mesh.ep > 1:
             sent = max(layer.sent for layer in sizes_of(model).kinds)
             rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
@@ -409,11 +386,9 @@ class _Step:
         return seconds
 
     def _collectives(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
-        """Returns the seconds of gathering weights once, and of summing gradients over shards.
-
-        Both for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
-        gradients.
-        """
+        """Returns the seconds of gathering weights once, and of summing gradients over shards. Both
+        for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
+        gradients."""
         if self._job.mesh.shards == 1:
             return 0.0, 0.0
         number = self._job.train.dtypes.reduce.bytes
@@ -426,9 +401,7 @@ class _Step:
 
     def _slowest(self, groups: Sequence[Sequence[int]]) -> Link | None:
         """Returns the slowest link of rings through these groups; None if none takes any time.
-
-        Groups that leave a node together share its cable.
-        """
+        Groups that leave a node together share its cable."""
         leaving = Counter[str]()
         pairs: dict[tuple[str, str], None] = {}  # in the order of the rings
         for group in groups:
@@ -451,10 +424,7 @@ class _Step:
         self, simulator: Simulator, times: StageTimes, timeline: Timeline, step_s: float
     ) -> tuple[list[LinkUse], int]:
         """Returns the use of the cables that pipelines cross in a step, and the number of these
-        cables.
-
-        The busiest come first; at most `_MOST_LISTED` are returned.
-        """
+        cables. The busiest come first; at most `_MOST_LISTED` are returned."""
         borders = self._borders
         messages: dict[frozenset[str], int] = {}  # in either direction: gradients are as large
         crossed: dict[frozenset[str], list[int]] = {}

@@ -10,27 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from raypp.errors import Problem, size_text
-from raypp.mesh.geometry import Mesh, of_pipeline_rank
-from raypp.planning.activations import Kind
+from raypp.job.job import Job
 from raypp.planning.decision import (
     COPIES,
     OWN_ALONE,
     OWN_FEWEST,
     OWN_WITH_PARTNER,
     TIER_SHARE,
+    Kind,
     RankMemory,
     ResolvedPipeline,
 )
+from raypp.planning.geometry import Mesh, of_pipeline_rank
+from raypp.planning.machines import Machines
 from raypp.planning.memory import offloaded_bytes, outer_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import resolve_pipeline
-from raypp.spec.job import Job
-
-if TYPE_CHECKING:  # a rank asks for numbers of files and bytes only
-    from raypp.planning.machines import Machines
 
 _LESS = "use nodes with more memory or more of them, a smaller optimizer state, or offload less"
 
@@ -40,13 +37,10 @@ class HostMemory:
     """Host memory of the node that needs most. Bytes.
 
     Attributes:
-        node: Its name.
-        ranks: Ranks on it.
         state: Trained weights and optimizer state of its largest rank: the size of one snapshot.
         files: Snapshots that each rank keeps, its own and its partner's; 0 without a tier.
         fewest_files: The same when memory is short: every failure is survived as before, but
             snapshots wait for the link between the nodes.
-        snapshots: All snapshots.
         saving: Buffers of a save; 0 where it uploads a snapshot.
         computing: Memory of the ranks themselves, if they run on the CPU.
         offloaded: What is kept here instead of on the devices (`planning.offload`).
@@ -88,13 +82,8 @@ class HostMemory:
 def host_memory(
     job: Job, pipeline: ResolvedPipeline, memory: Sequence[RankMemory], machines: Machines, kind: Kind
 ) -> HostMemory:
-    """Returns the host memory of the node that needs most.
-
-    `memory`: the device memory of every pipeline rank.
-
-    Raises:
-        ResourcesError: The job has more ranks than the machines have devices.
-    """
+    """Returns the host memory of the node that needs most. `memory`: the device memory of every
+    pipeline rank. Raises ResourcesError: the job has more ranks than the machines have devices."""
     mesh = Mesh.of(job.mesh)
     seats = machines.seats(mesh, apart=job.outer is not None)
     several = len({node.name for node in seats}) > 1
@@ -146,12 +135,9 @@ def offloaded_by_ranks(job: Job, pipeline: ResolvedPipeline | None = None) -> li
 
 def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Problem]:
     """Returns a problem if what a job offloads fits into no node, or not into all of them together.
-
-    Args:
-        job: A job in which `check_plan` finds no problem.
-        nodes: Free bytes of host memory by node; 0 if that is not known.
-        kind: The kind of device. On a CPU nothing is offloaded to other memory.
-    """
+    `job`: one in which `check_plan` finds no problem. `nodes`: free bytes of host memory by node;
+    0 if that is not known. `kind`: the kind of device. On a CPU nothing is offloaded to other
+    memory."""
     if kind == "cpu" or not offload_in_words(job, cpu=False) or not all(nodes.values()):
         return []
     each, largest, together = offloaded_by_ranks(job), max(nodes.values(), default=0), sum(nodes.values())

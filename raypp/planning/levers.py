@@ -12,16 +12,16 @@ from itertools import islice
 from typing import Any
 
 from raypp.errors import JobError
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.shapes import divisors, shapes
+from raypp.job.availability import value_at
+from raypp.job.job import Job
+from raypp.job.known_families import family_of
+from raypp.job.lora import BASES, width_problems
+from raypp.job.models import with_experts
+from raypp.planning.geometry import Mesh
 from raypp.planning.memory import peak_memory
 from raypp.planning.resolve import schedule_of
+from raypp.planning.shapes import divisors, shapes
 from raypp.records import Coordinates
-from raypp.spec.availability import value_at
-from raypp.spec.families import family_of
-from raypp.spec.job import Job
-from raypp.spec.lora import BASES, width_problems
-from raypp.spec.models import MoeOptions
 
 Changes = Mapping[str, Any]
 """Keys of the job file and their new values."""
@@ -132,7 +132,7 @@ LEVERS = (
     Lever("precision", lambda job: _to_bf16(job, "fp32", "bf16"), "computes in bf16"),
     Lever(
         "bf16 weights",
-        lambda job: _to_bf16(job, job.train.precision, "bf16_pure") if job.train.precision != "bf16_pure" else [],
+        lambda job: _to_bf16(job, job.train.precision, "bf16_pure") if job.train.precision in ("fp32", "bf16") else [],
         "keeps the weights in bf16 only and rounds their updates stochastically",
     ),
     Lever(
@@ -148,11 +148,9 @@ LEVERS = (
 
 
 def meshes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> list[Changes]:
-    """Returns the meshes and microbatches of the same batch on this many devices.
-
-    Those that change few keys come first. Leaves out programs with more than `MOST_ACTIONS`, and
-    what follows the first `_MOST_SHAPES`, or comes once the time is over (`late`).
-    """
+    """Returns the meshes and microbatches of the same batch on this many devices. Those that change
+    few keys come first. Leaves out programs with more than `MOST_ACTIONS`, and what follows the
+    first `_MOST_SHAPES`, or comes once the time is over (`late`)."""
     return sorted(islice(_meshes(job, devices, late), _MOST_SHAPES), key=len)
 
 
@@ -183,6 +181,6 @@ def _keys(sizes: Coordinates, ep: int) -> dict[str, int]:
 
 
 def _expert_ranks(job: Job, shard: int) -> list[int]:
-    if not isinstance(job.model, MoeOptions):
+    if (model := with_experts(job.model)) is None:
         return [1]
-    return [ep for ep in divisors(shard) if job.model.num_experts % ep == 0]
+    return [ep for ep in divisors(shard) if model.num_experts % ep == 0]

@@ -1,18 +1,19 @@
 """Memory of the loss, and how many tokens' logits the last stage holds at once.
 
-It follows `models/loss.py` and changes with it. The numbers depend on the size of the chunks. That
-depends on the vocabulary and the kind of device alone, so the same microbatch gives the same bits
-on every mesh that does not split its rows.
+It follows `stages/models/loss.py` and changes with it. The numbers depend on the size of the
+chunks. That depends on the vocabulary and the kind of device alone, so the same microbatch gives
+the same bits on every mesh that does not split its rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypp.planning.activations import Kind
-from raypp.spec.families import family_of
-from raypp.spec.job import Job
-from raypp.spec.precision import FP32
+from raypp.job.job import Job
+from raypp.job.known_families import family_of
+from raypp.job.lora import trains_part
+from raypp.job.precision import FP32
+from raypp.planning.decision import Kind
 
 MIB = 2**20
 CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB
@@ -25,10 +26,8 @@ _MULTIPLE = 16
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """Returns the largest number of tokens in a chunk, a multiple of 16.
-
-    A microbatch of this many tokens or fewer is not cut. `device_type`: cpu or cuda.
-    """
+    """Returns the largest number of tokens in a chunk, a multiple of 16. A microbatch of this many
+    tokens or fewer is not cut. `device_type`: cpu or cuda."""
     fit = (CPU_BYTES if device_type == "cpu" else CUDA_BYTES) // (FP32.bytes * vocab_size)
     return max(_MULTIPLE, fit // _MULTIPLE * _MULTIPLE)
 
@@ -39,10 +38,8 @@ def chunk_size(tokens: int, vocab_size: int, device_type: str) -> int:
 
 
 def chunk_sizes(tokens: int, vocab_size: int, device_type: str) -> list[int]:
-    """Returns the tokens of each chunk of a microbatch: as few chunks as possible, of one size.
-
-    The last chunk may be smaller.
-    """
+    """Returns the tokens of each chunk of a microbatch: as few chunks as possible, of one size. The
+    last chunk may be smaller."""
     size = chunk_size(tokens, vocab_size, device_type)
     return [min(size, tokens - start) for start in range(0, tokens, max(1, size))]
 
@@ -91,7 +88,7 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
         )
     each = 2 * compute if kind == "cuda" else (3 if capped else 2) * FP32.bytes + narrow
     logits = each * chunk * model.vocab_size
-    projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
+    projection = model.vocab_size * model.hidden_size if trains_part(model, "lm_head") else 0
     summed, copied = (compute, 0) if chunk == tokens else (FP32.bytes, narrow)
     working = projection * summed + max(logits, projection * copied)
     backward = working if projection else 0  # of the projection, from logits that it computes again

@@ -14,11 +14,11 @@ from annotated_types import Ge, Le, MaxLen
 from typing_extensions import TypedDict
 
 from raypp.errors import JobError, ResourcesError
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import arrange
+from raypp.job.job import Job
 from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.geometry import Mesh
 from raypp.planning.resolve import wire_bytes, wire_of
-from raypp.spec.job import Job
+from raypp.planning.seating import arrange
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -59,7 +59,6 @@ class Node:
     """One machine.
 
     Attributes:
-        name: Name to show.
         devices: Number of ranks it can take.
         speed: Speed of one of its devices relative to the device whose costs are known.
         memory: Bytes of host memory that is free; 0: unknown.
@@ -73,12 +72,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between two nodes, per direction.
-
-    Attributes:
-        gbps: Gbit/s.
-        latency_s: Seconds before the first byte arrives.
-    """
+    """The connection between two nodes, per direction. `gbps`: Gbit/s. `latency_s`: seconds before
+    the first byte arrives."""
 
     gbps: float
     latency_s: float = 0.0
@@ -131,10 +126,8 @@ class Machines:
         return {node.name: node.memory for node in self.nodes}
 
     def times(self, factor: int) -> Machines:
-        """Returns `factor` times as many of these nodes.
-
-        New nodes are joined by the slowest link there is.
-        """
+        """Returns `factor` times as many of these nodes. New nodes are joined by the slowest link
+        there is."""
         links = [link for pair, link in self.links.items() if len(pair) == 2]
         links += [self.link] if self.link else []
         slowest = min(links, key=lambda one: one.gbps, default=None)
@@ -150,13 +143,8 @@ class Machines:
         return self.links.get(frozenset((one, other)), self.link) if self.links else self.link
 
     def seats(self, mesh: Mesh, *, apart: bool = False) -> Sequence[Node]:
-        """Returns the node of every rank, by raypp's seating order.
-
-        If replicas train apart, all nodes count as one site.
-
-        Raises:
-            ResourcesError: There are more ranks than devices.
-        """
+        """Returns the node of every rank, by raypp's seating order. If replicas train apart, all
+        nodes count as one site. Raises ResourcesError: there are more ranks than devices."""
         if mesh.world > self.devices:
             fault = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(fault, "use a smaller mesh, or add nodes")
@@ -225,8 +213,6 @@ class Boundary:
 
     Attributes:
         stage: The stage before the boundary; the other one is `stage + 1`.
-        from_rank: Pipeline rank of the stage before it.
-        to_rank: Pipeline rank of the stage after it.
         crosses_ranks: False if one rank holds both stages, so that nothing is sent.
         bytes_per_microbatch: Bytes of an activation. The gradient that comes back has the same
             size.
@@ -242,11 +228,9 @@ class Boundary:
 
 
 def message_bytes(job: Job) -> int:
-    """Returns the bytes of the larger message between two ranks, activations or gradients.
-
-    A message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
-    assumed to be data.seq_len long; negotiated lengths are shorter.
-    """
+    """Returns the bytes of the larger message between two ranks, activations or gradients. A
+    message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
+    assumed to be data.seq_len long; negotiated lengths are shorter."""
     wire = wire_of(job)
     return max(wire_bytes(job, wire.activations), wire_bytes(job, wire.gradients))
 

@@ -12,29 +12,28 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from raypp.job.job import Job
+from raypp.job.known_families import counted_family, family_of
+from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
+from raypp.job.models import DecoderOptions
+from raypp.job.precision import BF16, DTYPES, FP32, Dtype
 from raypp.planning.activations import (
-    Kind,
     backward_bytes,
     mask_bytes,
     microbatch_tokens,
     split_backward_bytes,
     stage_activation_bytes,
 )
-from raypp.planning.decision import CUDA_CONTEXT, RankMemory, ResolvedPipeline
+from raypp.planning.decision import CUDA_CONTEXT, Kind, RankMemory, ResolvedPipeline
 from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import BLOCK, BLOCKS_ON_DEVICE, host_activation_bytes, passing_per_token
 from raypp.planning.resolve import resolve_pipeline, wire_bytes, wire_of
+from raypp.planning.schedules.action import Action
+from raypp.planning.schedules.posting import RECEIVES_AHEAD
+from raypp.planning.schedules.simulate import Simulator
+from raypp.planning.schedules.waiting import Waiting
 from raypp.planning.sizes import sizes_of
 from raypp.planning.stored_bytes import state_bytes, update_bytes
-from raypp.schedules.action import Action
-from raypp.schedules.posting import RECEIVES_AHEAD
-from raypp.schedules.simulate import Simulator
-from raypp.schedules.waiting import Waiting
-from raypp.spec.families import counted_family, family_of
-from raypp.spec.job import Job
-from raypp.spec.lora import is_quantised, quantised_base, quantised_bytes
-from raypp.spec.models import DecoderOptions
-from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
 
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
@@ -87,9 +86,6 @@ def rank_memory(
     """Returns the memory of a pipeline rank at its peak.
 
     Args:
-        job: The job.
-        stages: Stages that the rank holds.
-        cut: Layers of every stage of the pipeline.
         actions: The rank's part of the program, with or without repeats (`without_repeats`).
         waiting: The messages that wait while it runs each of them (`schedules.waiting`).
         kind: The kind of device; None: the job's.
@@ -140,7 +136,6 @@ class HeldState:
         optimizer: On the device.
         saved: What a checkpoint saves of it.
         passing: On the device during an update.
-        host: In host memory.
     """
 
     weights: int
@@ -151,10 +146,8 @@ class HeldState:
 
 
 def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
-    """Returns where the state of a rank with these stages is.
-
-    On a CPU, host memory is the device's: nothing is saved, and blocks are copied within it.
-    """
+    """Returns where the state of a rank with these stages is. On a CPU, host memory is the
+    device's: nothing is saved, and blocks are copied within it."""
     share = _trained_share(job, stages, cut)
     weights, optimizer = job.train.dtypes.weights.bytes * share, state_bytes(job, share)
     if not job.train.optimizer.offload:
@@ -202,10 +195,8 @@ def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> int:
-    """Returns the parameters of a stage. Both ends hold tied embeddings.
-
-    Without `ends`: only those of its layers.
-    """
+    """Returns the parameters of a stage. Both ends hold tied embeddings. Without `ends`: only those
+    of its layers."""
     return sizes_of(job.model).stage_parameters(**_span(stage, cut, ends))
 
 
@@ -242,11 +233,9 @@ def _base(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True, withou
 
 
 def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
-    """Returns the bytes of a stage's weights that FSDP gathers, and those of them of all experts.
-
-    A quantised base travels as its integers. Frozen weights that one rank uses as they are do not
-    count. `ends` as in `stage_parameters`.
-    """
+    """Returns the bytes of a stage's weights that FSDP gathers, and those of them of all experts. A
+    quantised base travels as its integers. Frozen weights that one rank uses as they are do not
+    count. `ends` as in `stage_parameters`."""
     each = job.train.dtypes.compute.bytes
     trained, of_experts = stage_trained(job, stage, cut, ends=ends)
     if job.mesh.shards == 1 and job.model.lora is not None and _frozen_dtype(job) is job.train.dtypes.compute:
@@ -276,9 +265,7 @@ def _moments(
     kind: Kind,
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields the bytes of gradients, activations, logits, working memory and sends at each action.
-
-    A step after the first is played.
-    """
+    A step after the first is played."""
     tokens, last, dtypes = microbatch_tokens(job), len(cut) - 1, job.train.dtypes
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
@@ -295,7 +282,8 @@ def _moments(
     if widened:
         each = dtypes.compute.bytes
     matrix = each * _largest(job)
-    embedded = 0 if job.model.lora is not None or fsdp.streams else each * job.model.vocab_size * job.model.hidden_size
+    dense = trains_part(job.model, "embed_tokens") and not fsdp.streams
+    embedded = each * job.model.vocab_size * job.model.hidden_size if dense else 0
     backward = {action.stage for action in actions if action.kind != "F"}
     # Gradients wider than their weights are there from the start (`parallel.compute_copies`).
     done = set(stages) if summed > own and not fsdp.replaces else set()
@@ -396,14 +384,12 @@ class Gathered:
 
     @classmethod
     def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
-        """Returns the figures of a rank's stages; `split`: it splits backwards.
-
-        A reduction has a buffer with what is sent and, if there are other ranks, one with what is
-        received. On CPUs the sums of all blocks over replicas are in flight at once
-        (`parallel.replica_sums`), unless they are in bf16. Otherwise one block after the other is
-        reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
-        replicas' messages and the next residuals.
-        """
+        """Returns the figures of a rank's stages; `split`: it splits backwards. A reduction has a
+        buffer with what is sent and, if there are other ranks, one with what is received. On CPUs
+        the sums of all blocks over replicas are in flight at once (`parallel.replica_sums`), unless
+        they are in bf16. Otherwise one block after the other is reduced, beside the gradients. Sums
+        over replicas are in place. In int8 there are also the replicas' messages and the next
+        residuals."""
         dtypes, replicas = job.train.dtypes, job.mesh.shards * job.summed_replicas
         replaces = replicas > 1 or job.fsdp_alone
         # A single microbatch's backward is the last one, which reduces beside itself, unless a rank
@@ -428,7 +414,9 @@ class Gathered:
         of_gathered = groups(gathered_bytes)
         gathered = [whole for whole, _, _ in of_gathered.values()]
         if not replaces:
-            if len(cut) == 1 and job.model.tie_embeddings and job.model.lora is None:  # that of the projection apart
+            if (
+                len(cut) == 1 and job.model.tie_embeddings and trains_part(job.model, "lm_head")
+            ):  # that of the head apart
                 gradients[0] += dtypes.gradients.bytes * job.model.vocab_size * job.model.hidden_size
             return cls(False, gradients, copies=sum(gathered) if dtypes.copies_weights else 0)
         weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
@@ -462,12 +450,10 @@ class Gathered:
 
 
 def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:
-    """Returns the bytes of receives that are posted ahead.
-
-    A rank receives activations for its stages from another rank, and gradients. With NCCL the order
-    of all ranks' actions says how many receives are posted before their use (`schedules.posting`).
-    They were always fewer than the microbatches in flight, which are counted here.
-    """
+    """Returns the bytes of receives that are posted ahead. A rank receives activations for its
+    stages from another rank, and gradients. With NCCL the order of all ranks' actions says how many
+    receives are posted before their use (`schedules.posting`). They were always fewer than the
+    microbatches in flight, which are counted here."""
     if job.mesh.pp == 1:
         return 0
     wire = wire_of(job)
@@ -478,11 +464,9 @@ def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequ
 
 
 def _sends(job: Job) -> Waiting:
-    """Returns the bytes that a rank holds for each message that waits, by what it carries.
-
-    A message in the compute dtype is the stage's output itself, which counts as an activation until
-    its backward. Other formats are copies.
-    """
+    """Returns the bytes that a rank holds for each message that waits, by what it carries. A
+    message in the compute dtype is the stage's output itself, which counts as an activation until
+    its backward. Other formats are copies."""
     wire = wire_of(job)
     same = wire.activations == job.train.dtypes.compute.name
     activations = wire_bytes(job, wire.activations)
@@ -499,31 +483,22 @@ def _most_in_flight(actions: Sequence[Action]) -> int:
 
 
 def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, buffers: int, kind: Kind) -> int:
-    """Returns the bytes beside the tensors of the peak.
-
-    Args:
-        tensors: Bytes of the tensors at the peak.
-        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients.
-            They live outside the peak, but find no holes in glibc's heap, so on a CPU they come on
-            top.
-    """
+    """Returns the bytes beside the tensors of the peak."""
     if kind == "cpu":
         return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))
     return CUDA_CONTEXT + _communicators(job, stages, cut) + int(CACHING * tensors)
 
 
 def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
-    """Returns the bytes of a rank's NCCL communicators.
-
-    Two for each rank that the pipeline exchanges messages with, one for each direction; two for
-    context; that of the world, unless an axis of the data spans it.
-    """
+    """Returns the bytes of a rank's NCCL communicators. Two for each rank that the pipeline
+    exchanges messages with, one for each direction; two for context; that of the world, unless an
+    axis of the data spans it."""
     mesh, last, shards = job.mesh, len(cut) - 1, job.mesh.shards
     others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
     pairs = 2 * min(len(others), 2, mesh.pp - 1)
     groups = (shards > 1) + (job.summed_replicas > 1) + 2 * (mesh.cp > 1)
     groups += (mesh.ep > 1) + (1 < mesh.ep < shards)  # among experts, and among those with the same experts
-    tied = job.model.tie_embeddings and job.model.lora is None and mesh.pp > 1
+    tied = job.model.tie_embeddings and trains_part(job.model, "embed_tokens") and mesh.pp > 1
     groups += tied and (0 in stages) != (last in stages)
     world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate)
     once = NCCL_KERNELS if mesh.world > 1 else 0
@@ -532,18 +507,11 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
 
 @lru_cache(maxsize=1024)
 def base_bytes(
-    model: DecoderOptions,
-    layers: range,
-    *,
-    first: bool,
-    last: bool,
-    rest: int,
-    without: tuple[str, ...] = (),
+    model: DecoderOptions, layers: range, *, first: bool, last: bool, rest: int, without: tuple[str, ...] = ()
 ) -> int:
     """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
 
     Args:
-        model: The `model:` section.
         layers: Global indices of the stage's layers.
         first, last: The stage holds the embedding; the final norm and the projection.
         rest: Bytes of a frozen weight that is not quantised.
@@ -552,6 +520,8 @@ def base_bytes(
     family, base = counted_family(model), quantised_base(model)
     total = 0
     for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
+        if name in also_trained(model):
+            continue
         if base is not None and name.startswith("model.layers.") and is_quantised(weight):
             total += 0 if weight.part in without else quantised_bytes(base, weight)
         else:
@@ -561,11 +531,9 @@ def base_bytes(
 
 @lru_cache(maxsize=64)
 def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False) -> int:
-    """Returns the bytes of the largest matrix while it is dequantised for a product.
-
-    `width`: bytes of an element in the compute dtype. `together`: all experts of a layer are
-    computed by one kernel (CUDA in bf16); `ep` ranks share them.
-    """
+    """Returns the bytes of the largest matrix while it is dequantised for a product. `width`: bytes
+    of an element in the compute dtype. `together`: all experts of a layer are computed by one
+    kernel (CUDA in bf16); `ep` ranks share them."""
     family = family_of(model)
     if family is None or quantised_base(model) is None:
         return 0
@@ -578,17 +546,12 @@ def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: b
     return width * max(sizes, default=0)
 
 
-def rank_memories(job: Job, kind: Kind | None = None) -> list[RankMemory]:
-    """Returns what every pipeline rank holds at its peak."""
-    pipeline = resolve_pipeline(job)
+def rank_memories(job: Job, kind: Kind | None = None, pipeline: ResolvedPipeline | None = None) -> list[RankMemory]:
+    """Returns what every pipeline rank holds at its peak. `pipeline`: the job's, if known."""
+    pipeline = pipeline or resolve_pipeline(job)
     return list(memories(job, pipeline, pipeline.simulator(), kind))
 
 
-def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
-    """Returns the bytes of every pipeline rank at its peak."""
-    return [memory.total for memory in rank_memories(job, kind)]
-
-
-def peak_memory(job: Job, kind: Kind | None = None) -> int:
+def peak_memory(job: Job, kind: Kind | None = None, pipeline: ResolvedPipeline | None = None) -> int:
     """Returns the bytes of the rank that needs most."""
-    return max(memory_of_ranks(job, kind))
+    return max(memory.total for memory in rank_memories(job, kind, pipeline))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypp.schedules.action import Action
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.planning.schedules.action import Action
 
 BLOCK = 2**25
 """Parameters of a block that is updated at once, unless a single one is larger."""
@@ -51,10 +51,8 @@ def offload_in_words(job: Job, cpu: bool) -> str:
 
 
 def moved_per_token(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes per token of a microbatch that a stage's forward sends to host memory.
-
-    The inputs of its layers, and on the last stage those of the final norm and the projection.
-    """
+    """Returns the bytes per token of a microbatch that a stage's forward sends to host memory. The
+    inputs of its layers, and on the last stage those of the final norm and the projection."""
     if job.train.activation_checkpointing != "offload":
         return 0
     ends = 2 if stage == len(cut) - 1 else 0
@@ -62,10 +60,8 @@ def moved_per_token(job: Job, stage: int, cut: Sequence[int]) -> int:
 
 
 def freed_per_token(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes per token that the device need not keep for a microbatch in flight.
-
-    All that moves, but for a stage's input that another stage sent: torch's pipelining keeps it.
-    """
+    """Returns the bytes per token that the device need not keep for a microbatch in flight. All
+    that moves, but for a stage's input that another stage sent: torch's pipelining keeps it."""
     moved = moved_per_token(job, stage, cut)
     return moved - (stage > 0) * job.model.hidden_size * job.train.dtypes.compute.bytes if moved else 0
 
@@ -77,11 +73,8 @@ def passing_per_token(job: Job) -> int:
 
 
 def host_activation_bytes(job: Job, actions: Sequence[Action], cut: Sequence[int], tokens: int) -> int:
-    """Returns the most bytes of layers' inputs in a rank's host memory at a time.
-
-    torch rounds each page-locked tensor up to a power of two. `tokens`: of a microbatch on one
-    rank.
-    """
+    """Returns the most bytes of layers' inputs in a rank's host memory at a time. torch rounds each
+    page-locked tensor up to a power of two. `tokens`: of a microbatch on one rank."""
     if job.train.activation_checkpointing != "offload":
         return 0
     one = tokens * job.model.hidden_size * job.train.dtypes.compute.bytes

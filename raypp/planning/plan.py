@@ -12,26 +12,26 @@ from typing import Any, cast
 from pydantic_core import to_jsonable_python
 
 from raypp.errors import JobError, Problem, ResourcesError
-from raypp.mesh.geometry import Mesh
+from raypp.job.job import Job
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, host_remark
-from raypp.planning.decide import decide
-from raypp.planning.decision import Decision, Facts, RankMemory, ResolvedPipeline
+from raypp.planning.decide import decide, fp16_remark, settle
+from raypp.planning.decision import Decision, RankMemory, ResolvedPipeline
 from raypp.planning.flops import flops_per_token
 from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
 from raypp.planning.offload import offload_in_words
+from raypp.planning.recipe import recipe_remarks
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.schedules import picture
+from raypp.planning.schedules.action import printed, splits_backward
+from raypp.planning.schedules.catalogue import build_program
+from raypp.planning.schedules.simulate import Slot, StageTimes
 from raypp.planning.search import advice
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
-from raypp.schedules import picture
-from raypp.schedules.action import printed, splits_backward
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import Slot, StageTimes
-from raypp.spec.job import Job
 
 _FEWEST, _LONGER = 10, 0.05
 """The fewest steps between outer steps that `auto` chooses, and the share of a step that they may
@@ -94,51 +94,38 @@ class Grounds:
         return [DEVICES[kind] for kind in kinds]
 
 
-def stage_times(pipeline: ResolvedPipeline, layer_s: float = 1.0) -> StageTimes:
-    """Returns the times of every stage if a layer's forward takes `layer_s`, and a backward twice
-    its forward."""
-    forward = [weight * layer_s for weight in pipeline.stage_weights]
+def stage_times(pipeline: ResolvedPipeline) -> StageTimes:
+    """Returns the times of every stage, in forwards of a layer; a backward takes twice as long."""
+    forward = pipeline.stage_weights
     return StageTimes(forward, [2.0 * time for time in forward])
 
 
 def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Forecast]:
-    """Returns one forecast per device that the job may run on.
-
-    These are both if resources.device is auto and costs are unknown. `pipeline` is that of the last
-    one's job.
-
-    Raises:
-        ResourcesError: The given machines have fewer devices than the job has ranks.
-    """
+    """Returns one forecast per device that the job may run on. These are both if resources.device
+    is auto and costs are unknown. `pipeline` is that of the last one's job. Raises ResourcesError:
+    the given machines have fewer devices than the job has ranks."""
     devices, forecasts = grounds.devices_for(job), []
-    last = job.for_device(devices[-1].kind)
     for device in devices:
-        own = job.for_device(device.kind)
-        cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
+        own = settle(job, device.facts)
+        cut = pipeline if device is devices[-1] else None
         costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
-        cast = forecast(own, machines, costs, device.memory, cut, device.kind)
+        prediction = forecast(own, machines, costs, device.memory, cut, device.kind)
         basis = grounds.costs or device
-        few = own.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, cut.program.values())) <= _MOST_ADVISED
-        cast = replace(
-            cast,
+        few = own.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, pipeline.program.values())) <= _MOST_ADVISED
+        prediction = replace(
+            prediction,
             device="measured" if costs.measured else device.name,
-            advice=tuple(advice(own, machines, basis, cast, device.memory, device.kind)) if few else (),
-            assumptions=(*cast.assumptions, "every row is data.seq_len tokens long"),
+            advice=tuple(advice(own, machines, basis, prediction, device.memory, device.kind)) if few else (),
+            assumptions=(*prediction.assumptions, "every row is data.seq_len tokens long"),
         )
-        forecasts.append(cast)
+        forecasts.append(prediction)
     return forecasts
 
 
 def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
-    """Decides `train.sync.every_steps: auto` for the last device of `predict`.
-
-    Returns:
-        The job, and the decision in words, "" if there was none, with the fragments and
-        overlap_steps that would allow fewer steps.
-
-    Raises:
-        JobError: The rate between replicas is unknown.
-    """
+    """Decides `train.sync.every_steps: auto` for the last device of `predict`. Returns the job, and
+    the decision in words, "" if there was none, with the fragments and overlap_steps that would
+    allow fewer steps. Raises JobError: the rate between replicas is unknown."""
     if job.outer is None or job.outer.every_steps != "auto" or job.mesh.dp_replicate == 1:
         return job, ""
     if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
@@ -146,12 +133,12 @@ def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
         fix = "set train.sync.link_gbps, or a number; `raypp plan` takes --links and --link-gbps, and proposes one"
         raise JobError(Problem("train.sync.every_steps", fault, fix))
     choices, device = job.outer_intervals(), grounds.devices_for(job)[-1]
-    own = job.for_device(device.kind).with_every_steps(choices[-1])
+    own = settle(job, device.facts).with_every_steps(choices[-1])
     costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
-    cast = forecast(own, machines, costs, device.memory, resolve_pipeline(own), device.kind)
-    sums = cast.replica_sums
+    prediction = forecast(own, machines, costs, device.memory, kind=device.kind)
+    sums = prediction.replica_sums
     assert sums is not None
-    waits, rest = sums.exposed_s * choices[-1], cast.step_s - sums.exposed_s
+    waits, rest = sums.exposed_s * choices[-1], prediction.step_s - sums.exposed_s
     enough = [steps for steps in choices if steps >= _FEWEST and waits <= _LONGER * rest * steps]
     decided = min(enough, default=choices[-1])
     remark = f"train.sync.every_steps: auto is {decided}"
@@ -170,15 +157,8 @@ def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """The part of one rank.
-
-    Attributes:
-        rank: Its number in the world.
-        coordinates: Its place in the mesh.
-        label: The place as text: `pp0-fsdp1`.
-        stages: Stages it holds.
-        layers: First and last layer of each of its stages.
-    """
+    """The part of one rank. `label`: the place as text: `pp0-fsdp1`. `layers`: first and last layer
+    of each of its stages."""
 
     rank: int
     coordinates: Coordinates
@@ -192,16 +172,10 @@ class Plan:
     """What a job will do and cost.
 
     Attributes:
-        name: Name of the job.
-        world: Number of ranks.
         axes: Length of every mesh axis, and ep.
-        ranks: The rank map, by rank.
-        cut: Layers of every stage.
         input_weight: Cost of the embedding in the cut, in layers.
         output_weight: Cost of norm, projection and loss, in layers.
-        placement: Stages of every pipeline rank.
-        schedule: Name of the schedule; auto resolved.
-        lookahead: Extra warm-up forwards; auto resolved.
+        schedule, lookahead: auto resolved; extra warm-up forwards.
         microbatches: Per replica and step.
         program: Actions of every pipeline rank on one line: `0F0 0F1 0B0 …`.
         timeline: The program with equal stages, backwards twice as long as forwards, and free
@@ -209,21 +183,15 @@ class Plan:
         picture: The timeline as text.
         bubble_fraction: Idle fraction of a step by the textbook, (P - 1) / (v·m + P - 1).
         bubble_overhead: Idle time relative to work by the textbook, (P - 1) / (v·m).
-        simulated_bubble: Idle fraction of a step of this program with this cut's stage costs and
-            free links.
+        simulated_bubble: Idle fraction of this program, with the cut's costs and free links.
         in_flight: Largest number of microbatches in flight, by stage.
-        memory: Bytes by purpose, of every pipeline rank at its peak.
         memory_device: The kind of device that `memory` is planned for: cpu or cuda.
         host: Host memory of the node that needs most.
-        boundaries: Messages between stages.
-        link_bytes_per_step: Bytes over the busiest boundary of one pipeline in a step, in its
-            busier direction.
+        link_bytes_per_step: Over a pipeline's busiest boundary, in its busier direction.
         link_gbps: The given rate, in Gbit/s.
         link_s_per_microbatch: Seconds of the largest message at that rate; None without a rate.
-        parameters: Parameters of the whole model.
         tokens_per_step: Tokens of all replicas with every row full.
-        flops_per_token: Of forward and backward.
-        flops_per_step: Of forward and backward, for a step's tokens.
+        flops_per_token, flops_per_step: Of forward and backward.
         predictions: Step times under stated assumptions, one per kind of device.
         decision: What a run on such devices is given (`planning.decide`); in JSON without its job.
         remarks: Which numbers are not the model's own, and what runs otherwise than the schedule
@@ -280,9 +248,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain JSON values, without the timeline, which `program` implies.
-
-        Omits empty remarks and assumptions.
-        """
+        Omits empty remarks and assumptions."""
         shown = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "timeline"}
         for empty in ("remarks", "assumed"):
             if not shown[empty]:
@@ -294,20 +260,16 @@ class Plan:
 
 
 def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
-    """Plans a job in which `check_plan` finds no problem.
-
-    Raises:
-        JobError: The job has a problem that `check_plan` would report.
-        ResourcesError: The given machines have fewer devices than the job has ranks, or too little
-            host memory for what it offloads.
-    """
+    """Plans a job in which `check_plan` finds no problem. Raises JobError: the job has a problem
+    that `check_plan` would report; ResourcesError: the given machines have fewer devices than the
+    job has ranks, or too little host memory for what it offloads."""
     grounds = grounds or Grounds()
     link_gbps = grounds.link_gbps
     kind = grounds.devices_for(job)[-1].kind
     job, decided = with_every_steps(job, grounds)
     asked, device, machines = job, grounds.devices_for(job)[-1], grounds.machines_for(job)
-    job, reduction = decide_reduction(job.for_device(kind), machines, device.memory, kind)
-    decision = decide(job, Facts(kind, cards=(device.name,), memory=device.memory))
+    job, reduction = decide_reduction(settle(job, device.facts), machines, device.memory, kind)
+    decision = decide(job, device.facts)
     job, mesh, pipeline, memory = decision.job, Mesh.of(job.mesh), decision.pipeline, decision.memory
     crossing = boundaries(job, pipeline)
     drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
@@ -319,9 +281,11 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         decided,
         reduction,
         sizes_remark(job.model),
+        fp16_remark(asked, device.facts) if grounds.device else "",
         _backwards_remark(pipeline),
         host_remark(job, device, splits_backward(pipeline.program)),
         offload_in_words(job, kind == "cpu"),
+        *recipe_remarks(job),
     )
     if problems := offload_problems(job, machines.free_memory, kind):
         raise ResourcesError(problems)

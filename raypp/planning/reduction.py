@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from raypp.errors import JobError, size_text
-from raypp.mesh.geometry import Mesh
-from raypp.planning.activations import Kind
+from raypp.job.job import Job
 from raypp.planning.costs import device_named
-from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.decision import Kind, ResolvedPipeline
+from raypp.planning.geometry import Mesh
 from raypp.planning.machines import INSIDE_GBPS, Machines, Node
-from raypp.planning.memory import memories
-from raypp.planning.resolve import resolve_pipeline
-from raypp.spec.job import Job
+from raypp.planning.memory import peak_memory
 
 EACH, LAST = "each_microbatch", "last_microbatch"
 FAST_GBPS = 800.0
@@ -26,11 +24,8 @@ FAST_GBPS = 800.0
 def decide_reduction(
     job: Job, machines: Machines, device_memory: int, kind: Kind, pipeline: ResolvedPipeline | None = None
 ) -> tuple[Job, str]:
-    """Decides `mesh.reduce_gradients: auto`. Arguments as of `forecast`.
-
-    Returns:
-        The job, and why, in words; "" where there is nothing to decide.
-    """
+    """Decides `mesh.reduce_gradients: auto`. Arguments as of `forecast`. Returns the job, and why,
+    in words; "" where there is nothing to decide."""
     if job.mesh.reduce_gradients != "auto":
         return job, ""
     each, last = job.with_reduction(EACH), job.with_reduction(LAST)
@@ -46,9 +41,7 @@ def decide_reduction(
     if len(links) == len(groups) and rate >= FAST_GBPS:
         return each, f"{auto} {EACH}: {shared} are in one node, at {rate:,.0f} Gbit/s"
     if device_memory:
-        pipeline = pipeline or resolve_pipeline(job)
-        simulator = pipeline.simulator()
-        least, most = (max(one.total for one in memories(way, pipeline, simulator, kind)) for way in (each, last))
+        least, most = (peak_memory(way, kind, pipeline) for way in (each, last))
         if least <= device_memory < most:
             need, have = size_text(most), size_text(device_memory)
             return each, f"{auto} {EACH}: with {LAST} a rank would need {need}, and a device has {have}"
@@ -57,11 +50,9 @@ def decide_reduction(
 
 
 def reduction_on(job: Job, devices: Sequence[int], names: Iterable[str], memory: int) -> Job:
-    """Decides `mesh.reduce_gradients: auto` for the life of a run on nodes of a cluster.
-
-    `devices`: GPUs of each node; none: ranks compute on CPUs. `names`: of these GPUs. `memory`:
-    bytes of the smallest.
-    """
+    """Decides `mesh.reduce_gradients: auto` for the life of a run on nodes of a cluster. `devices`:
+    GPUs of each node; none: ranks compute on CPUs. `names`: of these GPUs. `memory`: bytes of the
+    smallest."""
     if sum(devices) < job.mesh.world:
         return job.with_reduction(LAST)
     nodes = tuple(Node(str(index), count) for index, count in enumerate(devices))

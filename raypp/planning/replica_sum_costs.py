@@ -12,16 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raypp.planning.activations import Kind
-from raypp.planning.decision import ResolvedPipeline
+from raypp.job.job import Job
+from raypp.planning.decision import Kind, ResolvedPipeline, sent_bytes
 from raypp.planning.machines import Link
 from raypp.planning.memory import stage_trained
-from raypp.schedules.simulate import Slot, Timeline
-from raypp.spec.job import Job
-from raypp.spec.precision import FP32
+from raypp.planning.schedules.simulate import Slot, Timeline
 
-_BLOCK = 256
-"""Numbers in int8 or int4 that share an fp32 scale."""
 _INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
 """Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
 (docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
@@ -32,7 +28,6 @@ class ReplicaSums:
     """Sums of gradients over the replicas of mesh.dp_replicate in a step.
 
     Attributes:
-        kind: `train.sync.kind`.
         exact_bytes: Bytes that a rank with the largest share would send for exact sums.
         int8_bytes: The same for sums in int8.
         outer_bytes: Bytes that it sends in an outer step; 0 where gradients are summed.
@@ -66,36 +61,15 @@ def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[J
             yield job.with_sync(fragments=parts, overlap_steps=overlap)
 
 
-def sent_bytes(job: Job, numbers: float, kind: str) -> float:
-    """Returns the bytes that a rank sends to sum `numbers` numbers over the replicas.
-
-    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8 or int4, every
-    replica sends its numbers to every other.
-    """
-    replicas = job.mesh.dp_replicate
-    if bits := {"int8": 8, "outer": job.train.sync.bits}.get(kind):
-        return (replicas - 1) * numbers * (_BLOCK * bits / 8 + 4) / _BLOCK
-    each = FP32.bytes if kind == "outer" else job.train.dtypes.reduce.bytes  # the mean of fp32 weights, or sums
-    return 2 * (replicas - 1) / replicas * numbers * each
-
-
 def replica_sums(
-    job: Job,
-    pipeline: ResolvedPipeline,
-    timeline: Timeline,
-    link: Link | None,
-    messages: Sequence[float],
-    kind: Kind,
+    job: Job, pipeline: ResolvedPipeline, timeline: Timeline, link: Link | None, messages: Sequence[float], kind: Kind
 ) -> ReplicaSums | None:
     """Returns the sums of a step; None without replicas.
 
     Args:
-        job: The job.
-        pipeline: Its pipeline.
         timeline: The simulated step.
         link: The slowest link between replicas; None: sending takes no time.
         messages: Seconds of a message at every boundary between stages.
-        kind: The kind of device.
     """
     if job.mesh.dp_replicate == 1:
         return None
@@ -148,11 +122,8 @@ def _seconds(job: Job, numbers: float, link: Link | None) -> float:
 
 
 def _ready(slots: Sequence[Slot], stage: int, pipeline: ResolvedPipeline, messages: Sequence[float]) -> list[float]:
-    """Returns when the gradients of each block of a stage can be summed, in order.
-
-    That is within its last backward. If the rank sends afterwards, it is when the last message has
-    left.
-    """
+    """Returns when the gradients of each block of a stage can be summed, in order. That is within
+    its last backward. If the rank sends afterwards, it is when the last message has left."""
     holder, whole = pipeline.rank_of_stage, max(1, pipeline.cut[stage])
     last = next(slot for slot in reversed(slots) if slot.action.stage == stage)
     for slot in reversed(slots):
@@ -166,10 +137,8 @@ def _ready(slots: Sequence[Slot], stage: int, pipeline: ResolvedPipeline, messag
 
 
 def _end(sums: Sequence[tuple[Sequence[float], float]]) -> float:
-    """Returns when a rank's sums have left its cable, one block after the other.
-
-    `sums`: for each stage, when its blocks are ready, and the seconds of them all.
-    """
+    """Returns when a rank's sums have left its cable, one block after the other. `sums`: for each
+    stage, when its blocks are ready, and the seconds of them all."""
     now = 0.0
     for ready, seconds in sorted((at, seconds / len(blocks)) for blocks, seconds in sums for at in blocks):
         now = max(now, ready) + seconds

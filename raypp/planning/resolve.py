@@ -11,23 +11,21 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from raypp.errors import JobError
-from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
-from raypp.mesh.seating import Placement, place_stages
+from raypp.job.job import Job
+from raypp.job.lora import lowest_trained, trains
+from raypp.job.precision import DTYPES, FP32
 from raypp.planning.activations import microbatch_tokens
+from raypp.planning.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.planning.decision import ResolvedPipeline, Wire, WireKind
 from raypp.planning.flops import end_weights, recompute_factor
-from raypp.schedules.catalogue import schedule_named
-from raypp.spec.job import Job
-from raypp.spec.lora import lowest_trained, trains
-from raypp.spec.precision import DTYPES, FP32
+from raypp.planning.schedules.catalogue import schedule_named
+from raypp.planning.seating import Placement, place_stages
 
 
 def schedule_of(job: Job) -> str:
-    """Returns the schedule's name.
-
-    auto is interleaved_1f1b with several stages per rank, 1f1b with one. With fewer microbatches
-    than pipeline ranks, 1F1B has no steady state; auto is then looped_bfs or gpipe.
-    """
+    """Returns the schedule's name. auto is interleaved_1f1b with several stages per rank, 1f1b with
+    one. With fewer microbatches than pipeline ranks, 1F1B has no steady state; auto is then
+    looped_bfs or gpipe."""
     pipeline = job.pipeline
     if pipeline.schedule != "auto":
         return pipeline.schedule
@@ -43,16 +41,11 @@ def lookahead_of(job: Job) -> int:
 
 
 def cut_of(job: Job) -> list[int]:
-    """Returns the layers of every stage: `pipeline.layers_per_stage`, else a balanced cut.
-
-    Weights that are "auto" give the cheapest cut in which every stage has a layer; layers below all
-    adapters have a forward only. Explicit weights
-    give the cut of `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`), because one
-    rank has both ends of the model.
-
-    Raises:
-        JobError: A stage would have no layer.
-    """
+    """Returns the layers of every stage: `pipeline.layers_per_stage`, else a balanced cut. Weights
+    that are "auto" give the cheapest cut in which every stage has a layer; layers below all
+    adapters have a forward only. Explicit weights give the cut of `cut_layers`. Stages in a V are
+    balanced by rank (`balance_ranks`), because one rank has both ends of the model. Raises
+    JobError: a stage would have no layer."""
     pipeline, layers, stages = job.pipeline, job.model.num_layers, job.num_stages
     if pipeline.layers_per_stage is not None:
         return list(pipeline.layers_per_stage)
@@ -70,10 +63,8 @@ def cut_of(job: Job) -> list[int]:
 
 @lru_cache(maxsize=512)
 def _balanced(layers: int, stages: int, first: float, last: float, frozen: int, forward: float) -> tuple[int, ...]:
-    """Returns the balanced cut of layers of which the lowest `frozen` have no backward.
-
-    Those cost `forward`, the others 1. A search asks for the same cut many times.
-    """
+    """Returns the balanced cut of layers of which the lowest `frozen` have no backward. Those cost
+    `forward`, the others 1. A search asks for the same cut many times."""
     return tuple(balance([forward] * frozen + [1.0] * (layers - frozen), stages, first, last))
 
 
@@ -106,12 +97,9 @@ def wire_bytes(job: Job, form: WireKind) -> int:
 
 
 def resolve_pipeline(job: Job) -> ResolvedPipeline:
-    """Resolves everything that `mesh.pp` and `pipeline` leave open.
-
-    Raises:
-        JobError: The schedule does not exist or does not support these sizes, or a stage would have
-            no layer. `check_plan` reports all such problems at once.
-    """
+    """Resolves everything that `mesh.pp` and `pipeline` leave open. Raises JobError: the schedule
+    does not exist or does not support these sizes, or a stage would have no layer. `check_plan`
+    reports all such problems at once."""
     name, pp, pipeline, cut = schedule_of(job), job.mesh.pp, job.pipeline, cut_of(job)
     layers_of_stage = (range(a, b) for a, b in pairwise([0, *accumulate(cut)]))
     first, last = end_weights(job)
@@ -126,7 +114,10 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         placement=placement,
         stages_of_rank=tuple(map(tuple, place_stages(pp, job.num_stages, placement))),
         whole_backwards=job.train.compiles,
-        trained=tuple(trains(job.model, layers) for layers in layers_of_stage),
+        trained=tuple(
+            trains(job.model, layers, first=index == 0, last=index == len(cut) - 1)
+            for index, layers in enumerate(layers_of_stage)
+        ),
         wire=wire_of(job),
     )
     assert resolved.program  # raises for sizes that the schedule does not support

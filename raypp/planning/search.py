@@ -15,20 +15,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import RayppError, ResourcesError
-from raypp.mesh.shapes import divisors, shapes
-from raypp.planning.activations import Kind
+from raypp.job.checks import check_training
+from raypp.job.job import Job
+from raypp.job.load import job_document
+from raypp.job.precision import FP32
 from raypp.planning.check import check_plan
 from raypp.planning.costs import CostsOf
+from raypp.planning.decision import Kind
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
 from raypp.planning.replica_sum_costs import hidden_exchanges
-from raypp.planning.resolve import resolve_pipeline, schedule_of
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.checks import check_training
-from raypp.spec.job import Job
-from raypp.spec.load import job_document
-from raypp.spec.precision import DTYPES
+from raypp.planning.resolve import schedule_of
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.planning.shapes import divisors, shapes
 
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
@@ -37,13 +37,8 @@ _WORTH = 0.995
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job that could be run instead.
-
-    Attributes:
-        changes: Keys that differ from the given job, ready for `--set`.
-        job: The job with these changes.
-        forecast: Its forecast.
-    """
+    """A job that could be run instead. `changes`: keys that differ from the given job, ready for
+    `--set`. `job`: the job with these changes."""
 
     changes: Mapping[str, Any]
     job: Job
@@ -94,7 +89,6 @@ def search(
         costs: Costs of a device of speed 1, or the kind of device, for the costs of each job.
         device_memory: Bytes of a device; 0: no limit.
         kind: The kind of device whose memory is planned; None: the job's.
-        keep: Number of candidates to return.
         patience_s: Time limit. The result then covers what has been tried.
 
     Raises:
@@ -113,15 +107,15 @@ def search(
             refused += 1
             continue
         try:
-            cast = forecast(one, machines, costs, device_memory, kind=kind)
+            prediction = forecast(one, machines, costs, device_memory, kind=kind)
         except RayppError:
             refused += 1
             continue
         tried += 1
-        if device_memory and cast.peak_memory > device_memory:
+        if device_memory and prediction.peak_memory > device_memory:
             too_large += 1
             continue
-        candidates.append(Candidate(_difference(job, one, cast), one, cast))
+        candidates.append(Candidate(_difference(job, one, prediction), one, prediction))
     if not candidates:
         fault = f"none of {tried + refused} ways to split this job over {machines.devices} devices can run"
         why = f": {too_large} need more memory than a device has" if too_large else ""
@@ -136,20 +130,16 @@ def search(
 def advice(
     job: Job, machines: Machines, costs: CostsOf, now: Forecast, device_memory: int = 0, kind: Kind | None = None
 ) -> list[tuple[str, float]]:
-    """Finds single changes that would shorten a step by more than 2 %, best first.
-
-    Args as of `search`; `now`: the job's forecast with them.
-
-    Returns:
-        Each change, and the predicted fraction of the step's time that it saves.
-    """
+    """Finds single changes that would shorten a step by more than 2 %, best first. Args as of
+    `search`; `now`: the job's forecast with them. Returns each change, and the predicted fraction
+    of the step's time that it saves."""
     pipeline = job.pipeline
     single: list[tuple[str, dict[str, Any]]] = []
     if job.mesh.pp > 1:
         if pipeline.lookahead != "auto":
             single.append(("pipeline.lookahead auto", {"pipeline.lookahead": "auto"}))
         if pipeline.wire.compression == "none":
-            narrower = [name for name, dtype in DTYPES.items() if dtype.bytes < job.train.dtypes.compute.bytes]
+            narrower = ["bf16"] if job.train.dtypes.compute is FP32 else []
             for form in (*narrower, "int8"):
                 text = f"pipeline.wire.compression {form} (changes the numbers)"
                 single.append((text, {"pipeline.wire.compression": form}))
@@ -173,9 +163,9 @@ def advice(
         one = changed_job(job, changes)
         if one is None or check_plan(one) or check_training(one):
             continue
-        cast = forecast(one, machines, costs, device_memory, kind=kind)
-        gain = 1 - tokens / cast.tokens_per_s
-        if gain > 0.02 and not (device_memory and cast.peak_memory > device_memory):
+        prediction = forecast(one, machines, costs, device_memory, kind=kind)
+        gain = 1 - tokens / prediction.tokens_per_s
+        if gain > 0.02 and not (device_memory and prediction.peak_memory > device_memory):
             gains.append((text, gain))
     faster = Machines(machines.nodes, None, {}, machines.inside_gbps)
     if job.mesh.pp > 1 and now.links:
@@ -218,17 +208,15 @@ def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]
 def _better_cut(
     one: Candidate, job: Job, machines: Machines, costs: CostsOf, device_memory: int, kind: Kind | None, end: float
 ) -> Candidate:
-    """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
-
-    Ends at the time `end` of the monotonic clock. The default cut knows neither measured costs nor
-    the speeds of different devices.
-    """
+    """Moves layers away from a candidate's busiest pipeline rank while the forecast improves. Ends
+    at the time `end` of the monotonic clock. The default cut knows neither measured costs nor the
+    speeds of different devices."""
     if one.job.num_stages == 1:
         return one
-    placement = resolve_pipeline(one.job).stages_of_rank
+    placement = one.forecast.pipeline.stages_of_rank
     best = one
     for _ in range(one.job.model.num_layers):
-        cut, better = resolve_pipeline(best.job).cut, None
+        cut, better = best.forecast.pipeline.cut, None
         busiest = max(range(len(placement)), key=best.forecast.stage_s.__getitem__)
         for source in placement[busiest]:
             for target in range(len(cut)):
@@ -242,10 +230,10 @@ def _better_cut(
                 changed = changed_job(best.job, {"pipeline.layers_per_stage": moved})
                 if changed is None:
                     continue
-                cast = forecast(changed, machines, costs, device_memory, kind=kind)
-                fits = not device_memory or cast.peak_memory <= device_memory
-                if fits and cast.step_s < (better or best).forecast.step_s * _WORTH:
-                    better = Candidate(_difference(job, changed, cast), changed, cast)
+                prediction = forecast(changed, machines, costs, device_memory, kind=kind)
+                fits = not device_memory or prediction.peak_memory <= device_memory
+                if fits and prediction.step_s < (better or best).forecast.step_s * _WORTH:
+                    better = Candidate(_difference(job, changed, prediction), changed, prediction)
         if better is None:
             break
         best = better
@@ -274,7 +262,7 @@ def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
     return changed
 
 
-def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
+def _difference(job: Job, other: Job, prediction: Forecast) -> dict[str, Any]:
     """Returns the keys in which another job differs, with its values."""
     ours, theirs = job_document(job), job_document(other)
     changes: dict[str, Any] = {}
@@ -282,6 +270,6 @@ def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
         for name, value in theirs[section].items():
             if value != ours[section][name]:
                 changes[f"{section}.{name}"] = value
-    if job.pipeline.lookahead == "auto" and cast.lookahead:
-        changes["pipeline.lookahead"] = cast.lookahead
+    if job.pipeline.lookahead == "auto" and prediction.lookahead:
+        changes["pipeline.lookahead"] = prediction.lookahead
     return changes

@@ -15,10 +15,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from raypp.spec.families import counted_family, family_of
-from raypp.spec.family import Weight, embedding, final_norm, projection
-from raypp.spec.lora import Adapter, layer_adapters
-from raypp.spec.models import DecoderOptions
+from raypp.job.delta_rule import DeltaRule
+from raypp.job.family import Weight, embedding, final_norm, projection
+from raypp.job.known_families import counted_family, family_of
+from raypp.job.lora import Adapter, also_trained, is_norm, layer_adapters, trains_part
+from raypp.job.models import DecoderOptions
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class LayerSize:
         sent: Number of experts that each token is routed to.
         largest: Parameters of the largest matrix that is trained; of a stack of experts' matrices
             together.
-        adapters: Parameters of adapters (`model.lora`), which are the only ones that are trained if
-            there are any.
+        trained: With `model.lora`, the parameters that are trained: adapters, and norms if they are
+            in `also_train`.
         expert_adapters: Those of them that belong to experts.
         adapted: Parameters of adapters' matrices that each token is multiplied by.
     """
@@ -46,7 +47,7 @@ class LayerSize:
     inner: int
     sent: int = 0
     largest: int = 0
-    adapters: int = 0
+    trained: int = 0
     expert_adapters: int = 0
     adapted: int = 0
 
@@ -56,11 +57,12 @@ class ModelSizes:
     """Sizes of a model.
 
     Attributes:
-        layers: By global index.
         first: Parameters of the first stage besides its layers.
         last: Parameters of the last stage besides its layers, including a copy of tied embeddings.
         whole: Parameters of the model. Tied embeddings count once.
-        frozen: Only adapters are trained.
+        frozen: Only adapters are trained, and what `also_train` names.
+        ends_trained: With `frozen`, trained parameters of the first stage besides its layers, of
+            the last, and of both on one.
     """
 
     layers: tuple[LayerSize, ...]
@@ -68,12 +70,11 @@ class ModelSizes:
     last: int
     whole: int
     frozen: bool = False
+    ends_trained: tuple[int, int, int] = (0, 0, 0)
 
     def stage_parameters(self, layers: range, *, first: bool, last: bool) -> int:
-        """Returns the parameters of a stage.
-
-        With a single stage, a tied projection is the embedding itself.
-        """
+        """Returns the parameters of a stage. With a single stage, a tied projection is the
+        embedding itself."""
         if first and last:
             return self.whole
         ends = (self.first if first else 0) + (self.last if last else 0)
@@ -87,7 +88,9 @@ class ModelSizes:
         """Returns the parameters of a stage that are trained, and those of them of experts."""
         if not self.frozen:
             return self.stage_parameters(layers, first=first, last=last), self.stage_experts(layers)
-        return self._sum("adapters", layers), self._sum("expert_adapters", layers)
+        begin, end, both = self.ends_trained
+        ends = both if first and last else begin * first + end * last
+        return ends + self._sum("trained", layers), self._sum("expert_adapters", layers)
 
     @cached_property
     def kinds(self) -> tuple[LayerSize, ...]:
@@ -106,6 +109,17 @@ class ModelSizes:
         """Sums of each number over the first 0, 1, 2, … layers."""
         names = [field.name for field in fields(LayerSize)]
         return {name: [0, *accumulate(getattr(layer, name) for layer in self.layers)] for name in names}
+
+
+@lru_cache(maxsize=64)
+def mixers(model: DecoderOptions) -> tuple[tuple[DeltaRule | None, int, int], ...]:
+    """Returns the delta rule of each layer, if it has one, and the widths of all its query heads
+    and of all its key heads."""
+    sized = [(index, model.of_layer(index)) for index in range(model.num_layers)]
+    return tuple(
+        (model.delta_rule(index), own.num_heads * own.dim_per_head, own.kv_heads * own.dim_per_head)
+        for index, own in sized
+    )
 
 
 _counted: dict[DecoderOptions, ModelSizes] = {}
@@ -131,10 +145,8 @@ def sizes_remark(model: DecoderOptions) -> str | None:
 
 @lru_cache(maxsize=64)
 def declared_sizes(model: DecoderOptions) -> ModelSizes:
-    """Returns the sizes that the model's family declares.
-
-    For a user's own factory, returns those of a Llama with the same options.
-    """
+    """Returns the sizes that the model's family declares. For a user's own factory, returns those
+    of a Llama with the same options."""
     family = counted_family(model)
     layers = tuple(
         _with_adapters(family.weights(model, index), layer_adapters(model, index), model)
@@ -142,23 +154,30 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     )
     matrix = embedding(model) if model.tie_embeddings else projection(model)
     norm = sum(weight.parameters for weight in final_norm(model))
+    more = sum(weight.parameters for weight in family.first_weights(model))
     first, last = embedding(model).parameters, matrix.parameters + norm
-    whole = sum(layer.parameters for layer in layers) + last + (0 if model.tie_embeddings else first)
-    return ModelSizes(layers, first, last, whole, frozen=model.lora is not None)
+    whole = sum(layer.parameters for layer in layers) + last + more + (0 if model.tie_embeddings else first)
+    first += more
+    also = also_trained(model)
+    begin = {embedding(model).name, *(weight.name for weight in family.first_weights(model))} & also.keys()
+    end = {matrix.name, *(weight.name for weight in final_norm(model))} & also.keys()
+    trained, trained_last, both = (sum(also[name].parameters for name in part) for part in (begin, end, begin | end))
+    return ModelSizes(layers, first, last, whole, model.lora is not None, (trained, trained_last, both))
 
 
-def _with_adapters(weights: Iterable[Weight], adapters: Sequence[Adapter], model: DecoderOptions) -> LayerSize:
+def _with_adapters(weights: Sequence[Weight], adapters: Sequence[Adapter], model: DecoderOptions) -> LayerSize:
     layer = _layer(weights, model)
     if model.lora is None:
         return layer
     own = _layer([weight for adapter in adapters for weight in (adapter.a, adapter.b)], model)
+    norms = sum(weight.parameters for weight in weights if is_norm(weight.name)) if trains_part(model, "norms") else 0
     return replace(
         layer,
         parameters=layer.parameters + own.parameters,
         experts=layer.experts + own.experts,
         multiplied=layer.multiplied + own.multiplied,
         largest=own.largest,
-        adapters=own.parameters,
+        trained=own.parameters + norms,
         expert_adapters=own.experts,
         adapted=own.multiplied,
     )
@@ -168,6 +187,8 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
     parameters = experts = multiplied = inner = largest = 0
     chosen = getattr(model, "experts_per_token", 0)
     for weight in weights:
+        if weight.part == "state":
+            continue
         parameters += weight.parameters
         largest = max(largest, weight.parameters)
         passes = 1
@@ -182,17 +203,10 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
-    """Takes the sizes of a user's own factory from the model it builds.
-
-    `sizes_of` returns them from now on.
-
-    Assumes that every token is multiplied by every matrix.
-
-    Args:
-        model: The `model:` section.
-        built: Answer of `raypp.measure.built_sizes`: `layers` (the shapes of each layer's
-            parameters), `first`, `last` and `whole` as in `ModelSizes`.
-    """
+    """Takes the sizes of a user's own factory from the model it builds. `sizes_of` returns them
+    from now on. Assumes that every token is multiplied by every matrix. `model`: the `model:`
+    section. `built`: answer of `raypp.tools.built_sizes`: `layers` (the shapes of each layer's
+    parameters), `first`, `last` and `whole` as in `ModelSizes`."""
     guess = declared_sizes(model)
     layers = []
     for index, shapes in enumerate(built["layers"]):

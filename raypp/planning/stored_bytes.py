@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from raypp.job.job import Job
+from raypp.job.precision import FP32
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.sizes import sizes_of
-from raypp.spec.job import Job
-from raypp.spec.precision import FP32
 
 BLOCK = 256
-"""Values that share a scale, as in `raypp.train.quantised_moments`."""
+"""Values that share a scale, as in `raypp.rank.optimizers.quantised_moments`."""
 _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Values of one turn of `raypp.train.adamw`."""
+"""Values of one turn of `raypp.rank.optimizers.adamw`."""
 _TURN_BYTES = 48
 """Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
 from them."""
 
 
 def state_bytes(job: Job, parameters: int) -> int:
-    """Returns the bytes of the optimizer's state of some parameters.
-
-    In 8 bits each value is a byte, and each block of a row has an fp32 scale. Rows are taken to be
-    as long as the hidden size.
-    """
+    """Returns the bytes of the optimizer's state of some parameters. In 8 bits each value is a
+    byte, and each block of a row has an fp32 scale. Rows are taken to be as long as the hidden
+    size."""
     values = OPTIMIZERS.get(job.train.optimizer.kind).states * parameters
     if job.train.optimizer.state == "fp32":
         return FP32.bytes * values

@@ -9,39 +9,30 @@ from __future__ import annotations
 from itertools import pairwise
 
 from raypp.errors import JobError
-from raypp.mesh.geometry import Mesh
+from raypp.job.job import Job
 from raypp.planning.costs import device_named
 from raypp.planning.decision import Facts
+from raypp.planning.geometry import Mesh
 from raypp.planning.machines import Machines, Node
 from raypp.planning.reduction import FAST_GBPS
-from raypp.spec.job import Job
 
 _MOST = 4
 _SLOW_GBPS = 100.0
 
 
 def ctas_for(gbps: float) -> int:
-    """Returns the thread blocks that carry a rate: 1 up to 100 Gbit/s, 2 above, 4 on NVLink.
-
-    One is expected to carry about 160 Gbit/s (not measured).
-
-    Args:
-        gbps: The link's rate in Gbit/s; 0: unknown, as of a virtual interface.
-    """
+    """Returns the thread blocks that carry a rate: 1 up to 100 Gbit/s, 2 above, 4 on NVLink. One is
+    expected to carry about 160 Gbit/s (not measured). `gbps`: the link's rate in Gbit/s; 0:
+    unknown, as of a virtual interface."""
     if 0 < gbps <= _SLOW_GBPS:
         return 1
     return 2 if gbps < FAST_GBPS else _MOST
 
 
 def pipeline_ctas(job: Job, facts: Facts) -> tuple[int, str]:
-    """Decides the thread blocks of all messages between stages.
-
-    All groups of the pipeline have the same, by the slowest boundary that any of them crosses:
-    faster ones wait for it in every microbatch.
-
-    Returns:
-        The number, and why, in words; "" without messages on GPUs.
-    """
+    """Decides the thread blocks of all messages between stages. All groups of the pipeline have the
+    same, by the slowest boundary that any of them crosses: faster ones wait for it in every
+    microbatch. Returns the number, and why, in words; "" without messages on GPUs."""
     mesh = Mesh.of(job.mesh)
     if facts.device == "cpu" or job.mesh.pp == 1 or sum(facts.gpus) < mesh.world:
         return _MOST, ""

@@ -70,11 +70,9 @@ def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: P
 
 @contextmanager
 def open_for_others(url: str) -> Iterator[ObjectStore]:
-    """Opens a store to write files that others read, such as exported models and token shards.
-
-    In a directory they have the modes that the umask leaves, and no folder of temporary files
-    stays. Other stores are opened as by `open_store`.
-    """
+    """Opens a store to write files that others read, such as exported models and token shards. In a
+    directory they have the modes that the umask leaves, and no folder of temporary files stays.
+    Other stores are opened as by `open_store`."""
     from raypp.storage.directory import DirectoryStore
 
     store = open_store(url)

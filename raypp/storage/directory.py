@@ -10,18 +10,20 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
-from raypp.storage.directory_walk import walk
 from raypp.storage.store import (
+    MOST_LISTED,
     MOST_WHOLE_BYTES,
     AccessRefused,
     AlreadyExists,
     Data,
+    ForeignNames,
     NotFound,
     ObjectInfo,
     StoreError,
@@ -36,14 +38,9 @@ from raypp.storage.store_retry import Patience
 from raypp.untrusted.files import check_own, expand_home, kind_of
 from raypp.untrusted.text import visible
 
-KIND = StoreKind(
-    "file",
-    "a directory every rank can reach",
-    position=1,
-    form="a directory",
-    local=True,
-)
+KIND = StoreKind("file", "a directory every rank can reach", position=1, form="a directory", local=True)
 
+_MOST_LINKS = 1000
 _TEMPORARY = ".raypp-incoming"
 """The beginning of the names of folders of temporary files; each user has one."""
 _STALE_AFTER_S = 24 * 3600.0
@@ -74,16 +71,11 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
 
 
 class DirectoryStore:
-    """Stores objects as files under `root`.
-
-    Several hosts may share it over a network file system with atomic `rename` and `link` (NFS has
-    them), and so may several users. A write goes to a temporary file in the user's folder in the
-    root, is synced, and is then moved to its name. The temporary files of a killed writer are
-    `unfinished`, for the same user.
-
-    Args:
-        root: An absolute path; created by the first write.
-    """
+    """Stores objects as files under `root`. Several hosts may share it over a network file system
+    with atomic `rename` and `link` (NFS has them), and so may several users. A write goes to a
+    temporary file in the user's folder in the root, is synced, and is then moved to its name. The
+    temporary files of a killed writer are `unfinished`, for the same user. `root`: an absolute
+    path; created by the first write."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -139,7 +131,7 @@ class DirectoryStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         try:
-            yield from walk(self.root, check_prefix(prefix), without=_TEMPORARY)
+            yield from _walk(self.root, check_prefix(prefix), without=_TEMPORARY)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -216,32 +208,23 @@ class DirectoryStore:
         return self.root / check_key(key)
 
     def _path_to_change(self, key: str) -> Path:
-        """Returns the path of an object to be written or deleted.
-
-        Raises:
-            StoreError: It lies outside, behind a link below the run's folder. That folder itself
-                may be a link, to another disk.
-        """
+        """Returns the path of an object to be written or deleted."""
         path = self._path(key)
         run = self.root / key.partition("/")[0]
         if path.parent not in (self.root, run):
-            there = os.path.realpath(path.parent)
-            if not Path(there).is_relative_to(os.path.realpath(run)):
+            folder = os.path.realpath(path.parent)
+            if not Path(folder).is_relative_to(os.path.realpath(run)):
                 raise StoreError(
                     Problem(
                         f"{self.url}/{key}",
-                        f"lies outside of {run}: a link leads to {visible(there)}, where raypp changes nothing",
+                        f"lies outside of {run}: a link leads to {visible(folder)}, where raypp changes nothing",
                         "replace the link by a folder",
                     )
                 )
         return path
 
     def _temporary(self) -> Path:
-        """Returns this user's folder of temporary files, into which other users cannot look.
-
-        Raises:
-            StoreError: It is a link: raypp deletes what is old there.
-        """
+        """Returns this user's folder of temporary files, into which other users cannot look."""
         path = self.root / f"{_TEMPORARY}-{os.geteuid()}"
         if path.is_symlink():
             raise StoreError(Problem(str(path), "is a link; raypp keeps temporary files there", "delete the link"))
@@ -294,11 +277,7 @@ class DirectoryStore:
                 incoming.unlink(missing_ok=True)
 
     def _move(self, incoming: Path, path: Path, if_absent: bool, run: Path | None) -> None:
-        """`link` refuses to replace, `rename` replaces; both are atomic.
-
-        Args:
-            run: The folder of a run, which must belong to this user; None: it need not.
-        """
+        """`link` refuses to replace, `rename` replaces; both are atomic."""
         place: Callable[[Path, Path], object] = _link if if_absent else os.replace
         mode = 0o777 if self.public else 0o700
         give_up_at = time.monotonic() + _DELETERS_S
@@ -337,13 +316,13 @@ class DirectoryStore:
 
     def _remove_stale(self) -> None:
         """Removes temporary files that are over a day old by the file system's clock."""
-        here = self._incoming("clock")
+        marker = self._incoming("clock")
         with contextlib.suppress(OSError):
-            here.touch(mode=0o600, exist_ok=False)
+            marker.touch(mode=0o600, exist_ok=False)
             try:
-                oldest = here.stat().st_mtime - _STALE_AFTER_S
+                oldest = marker.stat().st_mtime - _STALE_AFTER_S
             finally:
-                here.unlink(missing_ok=True)
+                marker.unlink(missing_ok=True)
             for path in self._temporary().iterdir():
                 with contextlib.suppress(OSError):  # its writer may rename it at any time
                     if path.lstat().st_mtime < oldest:
@@ -355,23 +334,23 @@ class DirectoryStore:
             self._temporary().rmdir()
 
     def _failure(self, error: OSError, key: str) -> StoreError:
-        place = f"{self.url}/{key}"
+        url = f"{self.url}/{key}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             refused = visible(str(_refused_at(error, self.root)))
             return AccessRefused(
-                Problem(place, f"not allowed: {error.strerror}", f"let this user read and write {refused}")
+                Problem(url, f"not allowed: {error.strerror}", f"let this user read and write {refused}")
             )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(
-                Problem(place, "the disk is full", "free some space, lower checkpoint.keep, or use another directory")
+                Problem(url, "the disk is full", "free some space, lower checkpoint.keep, or use another directory")
             )
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
             return StoreError(
                 Problem(
-                    place, f"a file is where a folder is needed, or the reverse: {error}", "use another checkpoint.url"
+                    url, f"a file is where a folder is needed, or the reverse: {error}", "use another checkpoint.url"
                 )
             )
-        return StoreError(Problem(place, f"{error}", "check that this machine can reach the directory"))
+        return StoreError(Problem(url, f"{error}", "check that this machine can reach the directory"))
 
 
 def _quoted(key: str) -> str:
@@ -383,10 +362,10 @@ def _refused_at(error: OSError, root: Path) -> Path:
     """Returns the folder, or the file that cannot be read, which refused access."""
     name = error.filename2 or error.filename
     path = Path(os.fsdecode(name)) if isinstance(name, str | bytes | os.PathLike) else root
-    for place in (path, *path.parents):
+    for folder in (path, *path.parents):
         with contextlib.suppress(OSError):  # missing, or in a folder that may not be entered
-            if stat.S_ISDIR(place.stat().st_mode) or not os.access(place, os.R_OK, effective_ids=True):
-                return place
+            if stat.S_ISDIR(folder.stat().st_mode) or not os.access(folder, os.R_OK, effective_ids=True):
+                return folder
     return root
 
 
@@ -404,11 +383,7 @@ def _create(incoming: Path, mode: int) -> int:
 
 
 def _link(incoming: Path, path: Path) -> None:
-    """Links a finished file to its name, unless that is taken.
-
-    Raises:
-        FileExistsError: The name is taken.
-    """
+    """Links a finished file to its name, unless that is taken."""
     try:
         os.link(incoming, path)
     except FileExistsError:
@@ -423,10 +398,8 @@ def _link(incoming: Path, path: Path) -> None:
 
 
 def _create_exclusively(incoming: Path, path: Path) -> None:
-    """Creates the file exclusively, where there are no hard links.
-
-    One of several writers wins. A reader may see an incomplete file.
-    """
+    """Creates the file exclusively, where there are no hard links. One of several writers wins. A
+    reader may see an incomplete file."""
     data, mode = incoming.read_bytes(), stat.S_IMODE(incoming.stat().st_mode)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:
@@ -445,15 +418,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _create_folders(path: Path, mode: int = 0o700) -> set[Path]:
-    """Creates a folder with a mode, and its parents.
-
-    Returns:
-        Those that did not exist.
-
-    Raises:
-        FileNotFoundError: Another process removed one of them meanwhile.
-        NotADirectoryError: One of them is a file.
-    """
+    """Creates a folder with a mode, and its parents. Returns those that did not exist."""
     new = set()
     for folder in (path, *path.parents):
         if folder.is_dir():
@@ -477,3 +442,56 @@ def _sync_directory(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
+    """Yields every regular file whose path begins with the prefix. Links are followed, but not in a
+    circle. Looks into no folder that can hold no such file: it may be another user's. `root`: the
+    store's folder. `without`: entries of the root whose names begin so are left out. Raises
+    OSError: a folder cannot be read; StoreError: there are too many files, or links to folders."""
+    foreign = ForeignNames(str(root))
+    entries = links = 0
+
+    def below(folder: str, status: os.stat_result, around: tuple[tuple[int, int], ...] = ()) -> Iterator[ObjectInfo]:
+        nonlocal entries, links
+        around = (*around, (status.st_dev, status.st_ino))
+        with os.scandir(root / folder) as listing:
+            names = [entry.name for entry in islice(listing, MOST_LISTED + 1)]
+        if len(names) > MOST_LISTED:
+            raise _too_many(root, folder, "files", MOST_LISTED)
+        for name in sorted(names):
+            key = f"{folder}/{name}" if folder else name
+            if not key.startswith(prefix) or (not folder and name.startswith(without)):
+                continue
+            entries += 1
+            if entries > MOST_LISTED:
+                raise _too_many(root, folder, "files", MOST_LISTED)
+            if problem := problem_of_key(key):
+                foreign.pass_over(key, problem)
+                continue
+            try:
+                status = (root / key).stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+                elif not stat.S_ISDIR(status.st_mode):
+                    foreign.pass_over(key, f"is {kind_of(status.st_mode)}")
+                elif (status.st_dev, status.st_ino) in around:
+                    foreign.pass_over(key, "is a link to a folder around it")
+                else:
+                    links += (root / key).is_symlink()
+                    if links > _MOST_LINKS:
+                        raise _too_many(root, folder, "links to folders", _MOST_LINKS)
+                    yield from below(key, status, around)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # deleted during the walk, or a link to nothing
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+                    raise
+                foreign.pass_over(key, f"cannot be opened: {error.strerror}")
+
+    first = prefix.rpartition("/")[0]
+    yield from below(first, (root / first).stat())
+
+
+def _too_many(root: Path, folder: str, content: str, most: int) -> StoreError:
+    return StoreError(Problem(str(root / folder), f"holds more than {most:,} {content}", "use a folder of its own"))

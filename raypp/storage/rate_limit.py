@@ -27,14 +27,9 @@ _LOOK_EVERY_S = 0.003
 
 @dataclass
 class _Bucket:
-    """State that the writers under one limit share.
-
-    Attributes:
-        turn: Held by the writer whose piece is next.
-        free_at: When the limit allows the next piece.
-        may_yield_s: For how long pieces may still give way.
-        yielded_s: For how long they have given way.
-    """
+    """State that the writers under one limit share. `turn`: held by the writer whose piece is next.
+    `free_at`: when the limit allows the next piece. `may_yield_s`: for how long pieces may still
+    give way. `yielded_s`: for how long they have given way."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     free_at: float = 0.0
@@ -89,11 +84,8 @@ class Pace:
         return self._bucket.yielded_s
 
     def take(self, size: int) -> None:
-        """Waits until `size` bytes may be sent. Unused time does not accumulate.
-
-        Raises:
-            Abandoned: The upload must stop.
-        """
+        """Waits until `size` bytes may be sent. Unused time does not accumulate. Raises Abandoned:
+        the upload must stop."""
         self._check()
         if self.bytes_per_s:
             self._wait(size)
@@ -158,12 +150,9 @@ _FDS = Path("/proc/self/fd")
 
 
 class OtherTraffic:
-    """The unmarked connections of this process to other hosts.
-
-    Args:
-        is_here: Tells from a connection's own and its peer's host whether they are the same host.
-            What stays inside a host crosses no cable.
-    """
+    """The unmarked connections of this process to other hosts. `is_here`: tells from a connection's
+    own and its peer's host whether they are the same host. What stays inside a host crosses no
+    cable."""
 
     def __init__(self, is_here: Callable[[str, str], bool] | None = None) -> None:
         self._is_here = is_here or _same_host

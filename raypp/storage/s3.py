@@ -148,12 +148,10 @@ class S3Store:
     """Stores objects under a prefix of a bucket.
 
     Args:
-        bucket: The bucket's name.
         prefix: Prefix of every key, without slashes at its ends; may be empty.
         endpoint: The server's URL; None for AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or
             AWS.
         access_key: Together with `secret_key`; None for boto3's usual sources.
-        secret_key: See `access_key`.
         part_bytes: Size of the parts of large objects (S3 requires at least 5 MiB).
         patience: How long temporary failures are retried; None for the environment's setting.
         timeout_s: Longest silence on a connection; None for the environment's setting.
@@ -347,15 +345,9 @@ class S3Store:
             return self._honours_condition
 
     def put_if_none_match(self, key: str, data: Data) -> None:
-        """Writes an object with If-None-Match: *.
-
-        If a response was lost, "exists" may refer to this call's own object: then it is read and
-        compared.
-
-        Raises:
-            AlreadyExists: Another writer's object exists.
-            ConditionNotSupported: The server rejected the header.
-        """
+        """Writes an object with If-None-Match: *. If a response was lost, "exists" may refer to
+        this call's own object: then it is read and compared. Raises AlreadyExists: another writer's
+        object exists; ConditionNotSupported: the server rejected the header."""
         name, body = self.name_of(key), bytes(data)
         sums = self.sums.of(body)
         in_doubt = False
@@ -389,14 +381,8 @@ class S3Store:
         self, key: str, request: Callable[[S3Client], T], also: Callable[[BaseException], bool] = lambda _: False
     ) -> T:
         """Sends a request until it succeeds, fails permanently, or the retries are exhausted.
-
-        Renews rejected credentials, as long as new ones are found.
-
-        Args:
-            key: The object's key, for messages.
-            request: Sends the request.
-            also: Classifies further failures as temporary.
-        """
+        Renews rejected credentials, as long as new ones are found. `also`: classifies further
+        failures as temporary."""
         pauses, begun, tries, renewals = self.patience.pauses(), time.monotonic(), 0, 0
         try:
             while True:
@@ -474,7 +460,7 @@ def create_by_bids(store: S3Store, key: str, data: Data, dead_bid_s: float = DEA
         StoreError: The write failed, or dead bids blocked it for too long.
     """
     folder = f"{BIDS}/{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    mine = f"{folder}/{secrets.token_hex(12)}"
+    bid = f"{folder}/{secrets.token_hex(12)}"
     exists = AlreadyExists(Problem(f"{store.url}/{key}", "already exists"))
     seen: dict[str, float] = {}
     placed = False
@@ -485,10 +471,10 @@ def create_by_bids(store: S3Store, key: str, data: Data, dead_bid_s: float = DEA
             if store.head(key) is not None:
                 raise exists
             if not placed:
-                store.put(mine, key.encode())
+                store.put(bid, key.encode())
                 placed = True
             began = time.monotonic()
-            others = {info.key for info in store.list_all(f"{folder}/")} - {mine}
+            others = {info.key for info in store.list_all(f"{folder}/")} - {bid}
             if not others:
                 if store.head(key) is not None:
                     raise exists
@@ -503,13 +489,13 @@ def create_by_bids(store: S3Store, key: str, data: Data, dead_bid_s: float = DEA
             dead = [other for other, since in seen.items() if now - since > dead_bid_s]
             if dead:
                 store.delete(dead)
-            elif min(others) < mine:
-                store.delete([mine])
+            elif min(others) < bid:
+                store.delete([bid])
                 placed = False
             time.sleep(random.uniform(0.02, 0.1) if len(seen) < 16 else random.uniform(0.1, 1.0))
     finally:
         if placed:
-            store.delete([mine])
+            store.delete([bid])
     raise StoreError(
         Problem(
             f"{store.url}/{key}",

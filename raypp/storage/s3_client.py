@@ -78,9 +78,7 @@ class S3Clients:
         endpoint: The server's URL; None for AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or
             AWS.
         access_key: Together with `secret_key`; None for boto3's usual sources.
-        secret_key: See `access_key`.
         timeout_s: Longest silence on a connection; None for RAYPP_STORE_TIMEOUT_S, or `usual_s`.
-        usual_s: See `timeout_s`.
 
     Raises:
         JobError: A setting is invalid.
@@ -113,14 +111,9 @@ class S3Clients:
         return self._client
 
     def renew(self, refused: S3Client) -> bool:
-        """Reads the credentials again, after the server rejected a client's.
-
-        Args:
-            refused: The client whose credentials were rejected.
-
-        Returns:
-            Whether there are new ones, so that a retry makes sense.
-        """
+        """Reads the credentials again, after the server rejected a client's. `refused`: the client
+        whose credentials were rejected. Returns whether there are new ones, so that a retry makes
+        sense."""
         with self._lock:
             if refused is not self._client:
                 return True
@@ -193,10 +186,8 @@ class S3Clients:
 
 @cache
 def _loader(search_path: str) -> Any:
-    """Returns botocore's reader of service descriptions, which keeps what it has parsed.
-
-    Parsing S3's takes two thirds of the time to make a client, and each session would do it again.
-    """
+    """Returns botocore's reader of service descriptions, which keeps what it has parsed. Parsing
+    S3's takes two thirds of the time to make a client, and each session would do it again."""
     from botocore.loaders import create_loader
 
     return create_loader(search_path or None)
@@ -227,10 +218,8 @@ def _config(timeout_s: float, style: str | None, checksums: str | None, direct: 
 
 
 def keys_of_profile() -> dict[str, str]:
-    """Returns the keys of AWS_PROFILE, as variables; none if keys or no profile are set.
-
-    Warns if they expire: a machine without the profile's files cannot renew them.
-    """
+    """Returns the keys of AWS_PROFILE, as variables; none if keys or no profile are set. Warns if
+    they expire: a machine without the profile's files cannot renew them."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or not os.environ.get("AWS_PROFILE"):
         return {}
     import boto3
@@ -256,11 +245,8 @@ def keys_of_profile() -> dict[str, str]:
 
 
 def settings_of_profile() -> dict[str, str]:
-    """Returns region and server of AWS_PROFILE, as variables, unless variables set them.
-
-    Raises:
-        JobError: The profile does not exist, or is invalid.
-    """
+    """Returns region and server of AWS_PROFILE, as variables, unless variables set them. Raises
+    JobError: the profile does not exist, or is invalid."""
     if not os.environ.get("AWS_PROFILE"):
         return {}
     server = S3Clients().endpoint
@@ -288,10 +274,8 @@ def _identity(credentials: Any) -> object:
 
 
 def _addressing_style(profile: dict[str, Any]) -> str | None:
-    """Returns the style of bucket addresses; None if none is set.
-
-    Styles: `path` (http://server/bucket/key), `virtual` (http://bucket.server/key), or `auto`.
-    """
+    """Returns the style of bucket addresses; None if none is set. Styles: `path`
+    (http://server/bucket/key), `virtual` (http://bucket.server/key), or `auto`."""
     name, style = "RAYPP_S3_ADDRESSING_STYLE", os.environ.get("RAYPP_S3_ADDRESSING_STYLE", "").strip().lower()
     if not style:
         section = profile.get("s3")
@@ -365,10 +349,8 @@ def in_brief(text: object) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Returns whether a retry may succeed: no or incomplete response, damaged bytes, 5xx, 429.
-
-    A failed request that changes something may have taken effect nevertheless.
-    """
+    """Returns whether a retry may succeed: no or incomplete response, damaged bytes, 5xx, 429. A
+    failed request that changes something may have taken effect nevertheless."""
     from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError
     from botocore.exceptions import ConnectionError as NoConnection
     from botocore.parsers import ResponseParserError
@@ -414,15 +396,8 @@ def is_credentials_error(error: BaseException) -> bool:
 
 def translated(error: Exception, store: S3Store, key: str, tried: str = "") -> Exception:
     """Translates an error into a `RayppError`; returns errors unrelated to the store unchanged.
-
     What may be a proxy's doing names the proxy first: anything but an answer with a code of S3.
-
-    Args:
-        error: The error that boto3 raised.
-        store: The store.
-        key: The object's key; empty if the request was about no object.
-        tried: Number and duration of tries, as text, for temporary failures.
-    """
+    `tried`: number and duration of tries, as text, for temporary failures."""
     answer = _translated(error, store, key, tried)
     code = code_of(error)
     if not store.proxy or not isinstance(answer, StoreError) or (code and not code.isdigit()):
@@ -446,10 +421,10 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
 
     if isinstance(error, RayppError):
         return error
-    place = f"{store.url}/{key}" if key else store.url
+    url = f"{store.url}/{key}" if key else store.url
     after = f", {tried}" if tried else ""
     if isinstance(error, ClientError):
-        return _refusal(error, store, place, after)
+        return _refusal(error, store, url, after)
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return AccessRefused(
             Problem(
@@ -468,20 +443,20 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
     if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
         return StoreError(
             Problem(
-                place,
+                url,
                 f"the response is damaged: {in_brief(error)}{after}",
                 "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently",
             )
         )
     if is_incomplete_response(error):
         return StoreError(
-            Problem(place, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
+            Problem(url, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
         )
     if isinstance(error, (BotoCoreError, HTTPError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
             Problem(
-                place,
+                url,
                 f"no answer from the S3 server at {where}: {in_brief(error)}{after}",
                 "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address",
             )
@@ -489,7 +464,7 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
     if isinstance(error, _PARSING):
         return StoreError(
             Problem(
-                place,
+                url,
                 f"the server's answer cannot be parsed: {in_brief(in_words(error))}",
                 "check the server, and every proxy before it",
             )

@@ -19,6 +19,9 @@ from raypp.storage.store import (
 from raypp.untrusted.text import visible
 
 _SKIPPED_BYTES = 1 << 20
+_PAGE_COUNTS_AS = 100
+"""Objects that a page counts as, so that a listing without end in small pages takes few requests.
+A page may have 1,000 objects; servers answer shorter ones where objects were deleted."""
 _FIX = "check the server, and every proxy before it"
 
 Ask = Callable[[dict[str, Any]], Any]
@@ -32,7 +35,6 @@ def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
         ask: Sends the request for a page.
         below: Prefix of every key of the store; it is taken off.
         full: Prefix that was asked for.
-        url: The store, for errors.
 
     Raises:
         WrongAnswer: The listing is without end, or is not one.
@@ -61,7 +63,7 @@ def _entries(
     """Yields the entries of all pages, with their keys in the store."""
     foreign = ForeignNames(url)
     more: dict[str, Any] = {}
-    count = 0
+    count = pages = 0
     while True:
         page = ask(more)
         if "IsTruncated" not in page:
@@ -78,9 +80,9 @@ def _entries(
                 yield key, entry
         if not page["IsTruncated"]:
             return
-        count += 1 + len(page.get(field, []))
-        if count > MOST_LISTED:
-            raise wrong(url, f"the listing does not end: {count:,} objects and pages")
+        count, pages = count + len(page.get(field, [])), pages + 1
+        if count + pages * _PAGE_COUNTS_AS > MOST_LISTED:
+            raise wrong(url, f"the listing does not end: {count:,} objects in {pages:,} pages")
         before, more = more, {marker[0]: page.get(marker[1]) or ""}
         if marker[0] == "KeyMarker":
             more["UploadIdMarker"] = page.get("NextUploadIdMarker") or ""
@@ -98,11 +100,7 @@ def wrong(place: str, problem: str) -> WrongAnswer:
 
 
 def object_info(key: str, size: Any, modified: Any, place: str) -> ObjectInfo:
-    """Returns what a server says of an object.
-
-    Raises:
-        WrongAnswer: It says no size, or no time.
-    """
+    """Returns what a server says of an object. Raises WrongAnswer: it says no size, or no time."""
     try:
         if size < 0:
             raise ValueError(size)
@@ -112,19 +110,9 @@ def object_info(key: str, size: Any, modified: Any, place: str) -> ObjectInfo:
 
 
 def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: str) -> bytes:
-    """Reads the body of a GetObject.
-
-    Args:
-        answer: The parsed answer.
-        first: First byte wanted.
-        end: End of the bytes wanted; None: the object's end.
-        ranged: Whether a range was asked for. A server may ignore it, and send the whole object.
-        place: The object, for errors.
-
-    Raises:
-        WrongAnswer: It is of another range.
-        IncompleteReadError: It is shorter than announced.
-    """
+    """Reads the body of a GetObject. `end`: end of the bytes wanted; None: the object's end. A
+    server may ignore it, and send the whole object. Raises WrongAnswer: it is of another range.
+    Raises IncompleteReadError: it is shorter than announced."""
     from botocore.exceptions import IncompleteReadError
 
     body, sent, left = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")

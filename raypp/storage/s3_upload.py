@@ -1,18 +1,9 @@
 """Uploads large objects in concurrent parts, with CRC-32 checksums where the server compares them.
 
-Parts are in memory only while they are sent, under a rate limit; what is in memory already is sent
-without copies.
-
-The signature of a request covers its body, but not every server checks that. A byte changed in
-transit is then stored, and detected only when the checkpoint is read. A probe shows whether the
-server compares checksums.
-
-Where boto3's own checksums are enabled (AWS), the server compares them, and raypp adds those of
-large uploads only, which it computes faster.
-
-If the server compares checksums, signing the bodies of large uploads as well would detect no more
-accidents; deliberate changes are detected by the SHA-256 in COMMIT, which is signed. So the
-signature omits the bodies if the server accepts that.
+Parts are in memory only while they are sent, under a rate limit. Not every server checks a body
+against its signature, so a probe shows whether it compares checksums. If it does, the signature
+omits the bodies where the server accepts that: SHA-256 in COMMIT, which is signed, finds deliberate
+changes. On AWS boto3 sends checksums; raypp computes those of large uploads, which is faster.
 """
 
 from __future__ import annotations
@@ -57,14 +48,7 @@ _REFUSALS = (400, 403, 501)
 
 def upload_in_parts(server: S3Store, key: str, name: str, chunks: Iterable[Data], size: int) -> None:
     """Writes an object from chunks. If it raises, nothing appears; the parts are aborted or expire.
-
-    Args:
-        server: Sends requests with retries.
-        key: The object's key, for messages.
-        name: Its name in the bucket.
-        chunks: Its bytes; each chunk must not change until the next one is requested.
-        size: Total bytes.
-    """
+    `chunks`: its bytes; each chunk must not change until the next one is requested."""
     summed: Any = {"ChecksumAlgorithm": _ALGORITHM} if server.sums.compared() else {}
     upload = server.send(key, "create_multipart_upload", Key=name, **summed)["UploadId"]
     try:
@@ -76,11 +60,8 @@ def upload_in_parts(server: S3Store, key: str, name: str, chunks: Iterable[Data]
 
 
 def _complete(server: S3Store, key: str, name: str, upload: str, parts: list[dict[str, Any]]) -> None:
-    """Joins the parts.
-
-    If the response of an earlier try was lost, the upload no longer exists, because the object
-    does: then the object's ETag is checked.
-    """
+    """Joins the parts. If the response of an earlier try was lost, the upload no longer exists,
+    because the object does: then the object's ETag is checked."""
     try:
         server.send(key, "complete_multipart_upload", Key=name, UploadId=upload, MultipartUpload={"Parts": parts})
     except NotFound:
@@ -113,10 +94,10 @@ def _upload_parts(
         bodies = cut_into_parts(key, chunks, size, part_bytes)
 
     def send(number: int, body: bytes | PartBody) -> dict[str, Any]:
-        own = server.sums.of(body)
-        answer = server.send(key, "upload_part", Key=name, UploadId=upload, PartNumber=number, Body=body, **own)
+        checksum = server.sums.of(body)
+        answer = server.send(key, "upload_part", Key=name, UploadId=upload, PartNumber=number, Body=body, **checksum)
         sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
-        return {"PartNumber": number, "ETag": answer["ETag"], **sums, **own}
+        return {"PartNumber": number, "ETag": answer["ETag"], **sums, **checksum}
 
     futures: list[Future[dict[str, Any]]] = []
     with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="raypp-upload") as pool:
@@ -157,11 +138,8 @@ def cut_into_parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int)
 
 
 class PartBody:
-    """A part as the file object that boto3 expects; reads return views of the memory.
-
-    The rate limit applies only while a part is sent, not while it is read for a signature or a
-    checksum.
-    """
+    """A part as the file object that boto3 expects; reads return views of the memory. The rate
+    limit applies only while a part is sent, not while it is read for a signature or a checksum."""
 
     def __init__(self, source: MemorySource, start: int, end: int) -> None:
         self._source, self._start, self._end = source, start, end
@@ -189,12 +167,9 @@ class PartBody:
         return self._source.crc32(self._start, self._end)
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
-        """Returns the next piece as a view.
-
-        While sending, the rate limit and the network set the piece's size, whatever was requested:
-        boto3's HTTP client requests 16 KiB, each of which would cost a system call and a thread
-        switch.
-        """
+        """Returns the next piece as a view. While sending, the rate limit and the network set the
+        piece's size, whatever was requested: boto3's HTTP client requests 16 KiB, each of which
+        would cost a system call and a thread switch."""
         wanted = self._next_piece() if self.sending or size is None or size < 0 else size
         begin = 0
         for view in self._views:
@@ -221,9 +196,7 @@ class PartBody:
 
 def prepare_client(client: S3Client) -> None:
     """Makes a client send `PartBody`s under their rate limit, with low priority where possible.
-
-    Must be called before the client's first request.
-    """
+    Must be called before the client's first request."""
     # The signer listens to this event too; "last" on one operation's own event would still precede
     # it.
     client.meta.events.register_first("request-created.s3", _signing)
@@ -268,11 +241,7 @@ def _sending(request: Any, **_others: Any) -> None:
 
 
 class UploadSums:
-    """Decides whether uploads carry checksums.
-
-    Args:
-        server: The server to probe.
-    """
+    """Decides whether uploads carry checksums. `server`: the server to probe."""
 
     def __init__(self, server: S3Store) -> None:
         self._server = server

@@ -1,9 +1,8 @@
 """The interface of object stores, and its errors.
 
 A store is a flat map from keys to bytes. An object appears complete or not at all, and is never
-changed in place. Keys are relative to the URL at which the store was opened; `/` separates their
-parts. No key may be a folder of another (`a` next to `a/b`): directories and some S3 servers cannot
-hold both.
+changed in place. Keys are relative to the store's URL. No key may be a folder of another (`a` next
+to `a/b`).
 """
 
 from __future__ import annotations
@@ -98,94 +97,55 @@ class ObjectStore(Protocol):
     @property
     def url(self) -> str:
         """The absolute URL, in the form that `open_store` takes."""
-        ...
 
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
-        """Writes a complete object; it is durable when this returns.
-
-        With `if_absent`, at most one of any number of concurrent writers succeeds. A writer whose
-        earlier try was stored while the response was lost counts as successful. Therefore, data
-        that decide between writers must differ between them (contain a nonce).
-
-        Raises:
-            AlreadyExists: `if_absent` and the key exists.
-            StoreError: The write failed after retries.
-        """
-        ...
+        """Writes a complete object; it is durable when this returns. With `if_absent`, at most one
+        of any number of concurrent writers succeeds. A writer whose earlier try was stored while
+        the response was lost counts as successful. Therefore, data that decide between writers must
+        differ between them (contain a nonce). Raises AlreadyExists: `if_absent` and the key exists;
+        StoreError: the write failed after retries."""
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
-        """Writes an object of `size` bytes from chunks, without holding all of it in memory.
-
-        A chunk must not change until the next one is requested. Nothing appears under the key
-        unless every chunk arrived. An existing object is replaced.
-
-        Raises:
-            ValueError: The chunks do not add up to `size`; nothing was stored.
-            StoreError: The write failed after retries.
-        """
-        ...
+        """Writes an object of `size` bytes from chunks, without holding all of it in memory. A
+        chunk must not change until the next one is requested. Nothing appears under the key unless
+        every chunk arrived. An existing object is replaced. Raises ValueError: the chunks do not
+        add up to `size`; nothing was stored; StoreError: the write failed after retries."""
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """Reads the bytes `[start, end)` of an object, cut off at its end like a Python slice.
-
-        Raises:
-            NotFound: The object does not exist.
-            StoreError: The store failed, or without `end` there are more than `MOST_WHOLE_BYTES`.
-        """
-        ...
+        Raises NotFound: the object does not exist; StoreError: the store failed, or without `end`
+        there are more than `MOST_WHOLE_BYTES`."""
 
     def head(self, key: str) -> ObjectInfo | None:
         """Returns an object's metadata; None if it does not exist."""
-        ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yields every object whose key starts with `prefix` (any string), in no set order.
-
-        Passes over what raypp cannot hold under that name, with a warning (see `ForeignNames`).
-
-        Raises:
-            StoreError: The store failed, or there are more than `MOST_LISTED` objects.
-        """
-        ...
+        """Yields every object whose key starts with `prefix` (any string), in no set order. Passes
+        over what raypp cannot hold under that name, with a warning (see `ForeignNames`). Raises
+        StoreError: the store failed, or there are more than `MOST_LISTED` objects."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; ignores keys that do not exist."""
-        ...
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         """Yields every write under a key that starts with `prefix` that has not ended."""
-        ...
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        """Aborts writes and removes what they stored, so that they cannot finish.
-
-        Ignores writes that have ended.
-        """
-        ...
+        """Aborts writes and removes what they stored, so that they cannot finish. Ignores writes
+        that have ended."""
 
     def limitations(self) -> tuple[Problem, ...]:
-        """Probes what this store cannot do, and describes what raypp does instead.
-
-        Remembers the result. It is meant to be shown to the user when a run begins.
-        """
-        ...
+        """Probes what this store cannot do, and describes what raypp does instead. Remembers the
+        result. It is meant to be shown to the user when a run begins."""
 
     def probe(self) -> None:
-        """Checks everything that raypp needs with a small temporary object.
-
-        Raises:
-            BucketMissing, AccessRefused, ServerNotThere, StoreError: With a fix.
-        """
-        ...
+        """Checks everything that raypp needs with a small temporary object. Raises BucketMissing,
+        AccessRefused, ServerNotThere, StoreError: with a fix."""
 
 
 def check_key(key: str) -> str:
-    """Returns the key if a store can hold it.
-
-    Raises:
-        JobError: It is absolute, empty or too long, or has an empty, `.` or `..` part or a control
-            character.
-    """
+    """Returns the key if a store can hold it. Raises JobError: it is absolute, empty or too long,
+    or has an empty, `.` or `..` part or a control character."""
     problem = problem_of_key(key)
     if problem:
         raise JobError(
@@ -208,11 +168,7 @@ def problem_of_key(key: str) -> str:
 
 
 class ForeignNames:
-    """Warns once of what a listing passes over: names that no store of raypp holds.
-
-    Args:
-        url: The store, for the warning.
-    """
+    """Warns once of what a listing passes over: names that no store of raypp holds."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -238,17 +194,14 @@ def check_prefix(prefix: str) -> str:
 
 
 def probe_by_writing(store: ObjectStore) -> None:
-    """Writes, reads, lists, conditionally rewrites and deletes one small object.
-
-    Raises:
-        StoreError: A request failed, or a conditional write replaced an object.
-    """
+    """Writes, reads, lists, conditionally rewrites and deletes one small object. Raises StoreError:
+    a request failed, or a conditional write replaced an object."""
     key = f".raypp-probe-{secrets.token_hex(8)}"
     data = secrets.token_bytes(16)
     store.put(key, data)
     try:
-        there = store.get(key) == data and store.get(key, 4, 8) == data[4:8]
-        if not there or [info.size for info in store.list(key)] != [len(data)]:
+        readable = store.get(key) == data and store.get(key, 4, 8) == data[4:8]
+        if not readable or [info.size for info in store.list(key)] != [len(data)]:
             raise StoreError(Problem(store.url, "does not return what was written", "use another store"))
         try:
             store.put(key, secrets.token_bytes(16), if_absent=True)
@@ -269,14 +222,9 @@ _CHUNK_BYTES = 4 << 20
 
 
 class MemorySource:
-    """Concatenated buffers as one object, passed to `put_stream` instead of chunks.
-
-    A store may read it in any order, in several threads, and again after a failure.
-
-    Args:
-        buffers: Must not change until the upload ends.
-        pace: Rate limit of the upload.
-    """
+    """Concatenated buffers as one object, passed to `put_stream` instead of chunks. A store may
+    read it in any order, in several threads, and again after a failure. `buffers`: must not change
+    until the upload ends."""
 
     def __init__(self, buffers: Sequence[memoryview], pace: Pace | None = None) -> None:
         self.size = sum(map(len, buffers))

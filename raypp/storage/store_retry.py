@@ -55,21 +55,16 @@ class Patience:
     silence_s: float = SILENCE_S
 
     def pauses(self) -> Iterator[float]:
-        """Yields the seconds to wait before each retry, until the time is up.
-
-        Time counts from the first `next`.
-        """
+        """Yields the seconds to wait before each retry, until the time is up. Time counts from the
+        first `next`."""
         # At least half of each pause is certain, so that retries do not hit an overloaded server at
         # once.
         return Backoff(self.total_s, _FIRST_S, _LONGEST_S, jitter=0.5).pauses()
 
 
 def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:
-    """Returns the default, or RAYPP_STORE_PATIENCE_S in seconds for every kind of failure.
-
-    Raises:
-        JobError: The value is not a number of seconds.
-    """
+    """Returns the default, or RAYPP_STORE_PATIENCE_S in seconds for every kind of failure. Raises
+    JobError: the value is not a number of seconds."""
     usual_s, silence_s = (COMMAND_S, COMMAND_SILENCE_S) if _in_command else (LONG_S, SILENCE_S)
     given = seconds_from_environment("RAYPP_STORE_PATIENCE_S")
     if given is not None:
@@ -78,11 +73,8 @@ def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:
 
 
 def seconds_from_environment(name: str) -> float | None:
-    """Reads a setting in seconds; None if it is not set.
-
-    Raises:
-        JobError: The value is not a number of seconds.
-    """
+    """Reads a setting in seconds; None if it is not set. Raises JobError: the value is not a number
+    of seconds."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None

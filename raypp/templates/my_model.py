@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raypp.models.layers import Attention, DecoderLayer
-from raypp.models.stage import DecoderStage
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.stages.models.layers import Attention, DecoderLayer
+from raypp.stages.models.stage import DecoderStage
 
 
 class SquaredReLU(nn.Module):

@@ -1,8 +1,6 @@
-"""Reads JSON that others may have written: within limits, and of a declared shape.
-
-A shape is a dataclass, a TypedDict or any other type that pydantic validates. Validation is strict:
-a number in quotes is not a number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`).
-"""
+"""Reads JSON that others may have written: within limits, and of a declared shape. A shape is a
+dataclass, a TypedDict or any other type that pydantic validates. Validation is strict: a number in
+quotes is not a number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`)."""
 
 from __future__ import annotations
 
@@ -38,13 +36,8 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of one kind of document.
-
-    Attributes:
-        size: Bytes of the text.
-        values: Items of lists and objects, all together; commas and brackets are counted, also
-            those in texts.
-    """
+    """Limits of one kind of document. `size`: bytes of the text. `values`: items of lists and
+    objects, all together; commas and brackets are counted, also those in texts."""
 
     size: int = 16 << 20
     values: int = 300_000
@@ -58,20 +51,10 @@ def parse_json(
     data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
     objects: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Parses JSON within bounds.
-
-    Args:
-        data: The text, UTF-8.
-        place: File or key, for errors.
-        bounds: Limits; checked before the parser takes memory.
-        error: The kind of error to raise.
-        fix: What the user can do; follows each problem.
-        objects: Converts the keys and values of each object, inner ones first; None: to a dict. A
-            ValueError of it says why the text is refused.
-
-    Raises:
-        RayppError: Of the given kind. It is not JSON, nested too deeply, or beyond the bounds.
-    """
+    """Parses JSON within bounds. `bounds`: limits; checked before the parser takes memory.
+    `objects`: converts the keys and values of each object, inner ones first; None: to a dict. A
+    ValueError of it says why the text is refused. Raises RayppError: of the given kind. It is not
+    JSON, nested too deeply, or beyond the bounds."""
     _check_bounds(data, place, bounds, error, fix)
     try:
         return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=objects)
@@ -96,11 +79,7 @@ def parse_as(
 
     Args:
         shape: A type that pydantic validates.
-        data: The text, UTF-8.
-        place: File or key, for errors.
         bounds: Limits; checked before the parser takes memory.
-        error: The kind of error to raise.
-        fix: What the user can do; follows each problem.
         kind: What the document should be, with its article; each problem then begins with `is not
             KIND: `.
         unknown: Whether keys that the shape does not name are errors, left out, or kept.
@@ -121,11 +100,8 @@ def parse_as(
 def parse_object(
     data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
 ) -> dict[str, Any]:
-    """Parses a JSON object of any shape, within bounds. NaN and Infinity are numbers in it.
-
-    Raises:
-        RayppError: Of the given kind; see `parse_as`.
-    """
+    """Parses a JSON object of any shape, within bounds. NaN and Infinity are numbers in it. Raises
+    RayppError: of the given kind; see `parse_as`."""
     return parse_as(dict[str, Any], data, place, bounds, error, fix, kind="a JSON object")
 
 

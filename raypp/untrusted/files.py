@@ -23,9 +23,7 @@ _KINDS = (
 
 def open_to_others(folder: Path) -> Path | None:
     """Returns the first folder in which other users can replace files, of this one and its parents.
-
-    None if there is none, or if one above it lets only its owner in.
-    """
+    None if there is none, or if one above it lets only its owner in."""
     folder = folder.resolve()
     for one in [*reversed(folder.parents), folder]:
         seen = one.stat()
@@ -38,10 +36,8 @@ def open_to_others(folder: Path) -> Path | None:
 
 
 def special_kind(path: Path) -> str | None:
-    """Returns in words what kind of file a path is; None for regular files and folders.
-
-    A link is followed; one that leads nowhere is special, too.
-    """
+    """Returns in words what kind of file a path is; None for regular files and folders. A link is
+    followed; one that leads nowhere is special, too."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except (OSError, ValueError) as cause:
@@ -58,17 +54,8 @@ def kind_of(mode: int) -> str:
 
 def check_own(folder: Path, error: type[RayppError], fix: str, user: int | None = None, bad: int = 0o002) -> None:
     """Checks that only root and a user can replace what a folder holds: others may have made it.
-
-    Args:
-        folder: The folder, or a link to it.
-        error: The kind of error to raise.
-        fix: What the user can do.
-        user: The user; None: that of this process.
-        bad: Bits that its mode must not have, unless only owners may delete there.
-
-    Raises:
-        RayppError: Of the given kind. Others can.
-    """
+    `user`: the user; None: that of this process. `bad`: bits that its mode must not have, unless
+    only owners may delete there. Raises RayppError: of the given kind. Others can."""
     status, fault = folder.stat(), ""
     if others := {status.st_uid, folder.lstat().st_uid} - {os.geteuid() if user is None else user, 0}:
         fault = f"belongs to user {min(others)}"
@@ -79,17 +66,10 @@ def check_own(folder: Path, error: type[RayppError], fix: str, user: int | None 
 
 
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
-    """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would.
-
-    Args:
-        path: The file; a link is followed.
-        error: The kind of error to raise.
-        place: Where the user named it, for errors; empty: the path.
-        fix: What the user can do; empty: a fix that fits the problem.
-
-    Raises:
-        RayppError: Of the given kind. It is missing, is not a regular file, or cannot be opened.
-    """
+    """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would. `path`:
+    the file; a link is followed. `place`: where the user named it, for errors; empty: the path.
+    Raises RayppError: of the given kind. It is missing, is not a regular file, or cannot be
+    opened."""
     where = place or str(path)
     named = f"{path} " if place else ""
     try:
@@ -111,19 +91,9 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
 def read_file(
     path: Path, most_bytes: int, error: type[RayppError] = DataError, place: str = "", fix: str = ""
 ) -> bytes:
-    """Reads a whole regular file of at most `most_bytes`.
-
-    Args:
-        path: The file; a link is followed.
-        most_bytes: Larger files are errors.
-        error: The kind of error to raise.
-        place: Where the user named it, for errors; empty: the path.
-        fix: What the user can do; empty: a fix that fits the problem.
-
-    Raises:
-        RayppError: Of the given kind. It is missing, is not a regular file, cannot be read, or is
-            too large.
-    """
+    """Reads a whole regular file of at most `most_bytes`. `path`: the file; a link is followed.
+    `place`: where the user named it, for errors; empty: the path. Raises RayppError: of the given
+    kind. It is missing, is not a regular file, cannot be read, or is too large."""
     with open_file(path, error, place, fix) as file:
         try:
             data = file.read(most_bytes + 1)
@@ -136,14 +106,9 @@ def read_file(
 
 
 def read_file_or_pipe(path: Path, most_bytes: int, error: type[RayppError] = DataError) -> bytes:
-    """Reads a regular file as `read_file` does, or a pipe until its writers close it.
-
-    For a path that the user gave on the command line, where a shell writes `/dev/fd/63` for
-    `<(command)`.
-
-    Raises:
-        RayppError: Of the given kind, as for `read_file`.
-    """
+    """Reads a regular file as `read_file` does, or a pipe until its writers close it. For a path
+    that the user gave on the command line, where a shell writes `/dev/fd/63` for `<(command)`.
+    Raises RayppError: of the given kind, as for `read_file`."""
     try:
         if not stat.S_ISFIFO(os.stat(path).st_mode):  # noqa: PTH116
             return read_file(path, most_bytes, error)
@@ -160,10 +125,8 @@ _ANY_DEPTH = re.compile(r"(|.*?/)\*\*(|/.*)")
 
 
 def expand_home(path: str | Path) -> Path:
-    """Returns the path with `~` as the home directory.
-
-    Leaves `~name` as it is if there is no such user, so that the error is that of a missing file.
-    """
+    """Returns the path with `~` as the home directory. Leaves `~name` as it is if there is no such
+    user, so that the error is that of a missing file."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for unknown users
 
 

@@ -1,8 +1,6 @@
-"""Reads the header of a safetensors file that others may have written.
-
-The file begins with the length of the header (8 bytes, little endian), then the header, a JSON
-object, then the data. https://huggingface.co/docs/safetensors describes it.
-"""
+"""Reads the header of a safetensors file that others may have written. The file begins with the
+length of the header (8 bytes, little endian), then the header, a JSON object, then the data.
+https://huggingface.co/docs/safetensors describes it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ MOST_BYTES = 100 << 20
 MOST_TENSORS = 100_000
 """Most tensors in one file."""
 ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of an element, by safetensors' name of a dtype that raypp reads."""
 _METADATA = "__metadata__"
@@ -34,14 +32,8 @@ _BOUNDS = Bounds(MOST_BYTES, 20 * MOST_TENSORS)  # 8 for a tensor, as many for w
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file.
-
-    Attributes:
-        dtype: safetensors' name of its dtype (`F32`).
-        shape: Its shape.
-        begin: Offset of its first byte in the data.
-        end: One past its last byte.
-    """
+    """One tensor of a file. `dtype`: safetensors' name of its dtype (`F32`). `begin`: offset of its
+    first byte in the data. `end`: one past its last byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,14 +43,8 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A checked header.
-
-    Attributes:
-        tensors: By name, in the order of the header. Their bytes fit their shapes and do not
-            overlap.
-        metadata: The texts of `__metadata__`.
-        data_bytes: Bytes of data that the tensors need.
-    """
+    """A checked header. `tensors`: by name, in the order of the header. Their bytes fit their
+    shapes and do not overlap. `data_bytes`: bytes of data that the tensors need."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
@@ -66,17 +52,9 @@ class SafetensorsHeader:
 
 
 def header_length(first: bytes, file_bytes: int | None, place: str, fix: str = "") -> int:
-    """Returns the length of the header, without the length field.
-
-    Args:
-        first: At least the first 8 bytes of the file, if it has that many.
-        file_bytes: Size of the file; None if unknown.
-        place: File or key, for errors.
-        fix: What the user can do.
-
-    Raises:
-        CheckpointError: The file is too short, or the header too long.
-    """
+    """Returns the length of the header, without the length field. `first`: at least the first 8
+    bytes of the file, if it has that many. `file_bytes`: size of the file; None if unknown. Raises
+    CheckpointError: the file is too short, or the header too long."""
     if len(first) < LENGTH_BYTES:
         raise CheckpointError(Problem(place, f"is not a safetensors file: it has {len(first)} bytes", fix))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -90,18 +68,10 @@ def header_length(first: bytes, file_bytes: int | None, place: str, fix: str = "
 
 
 def parse_header(text: bytes, data_bytes: int | None, place: str, fix: str = "") -> SafetensorsHeader:
-    """Parses and checks the header's JSON.
-
-    Args:
-        text: The header without the length field.
-        data_bytes: Bytes of the file after the header; None if unknown.
-        place: File or key, for errors.
-        fix: What the user can do.
-
-    Raises:
-        CheckpointError: The header is not JSON of this format; a tensor's bytes do not match its
-            shape, overlap those of another, or end past the file.
-    """
+    """Parses and checks the header's JSON. `text`: the header without the length field.
+    `data_bytes`: bytes of the file after the header; None if unknown. Raises CheckpointError: the
+    header is not JSON of this format; a tensor's bytes do not match its shape, overlap those of
+    another, or end past the file."""
     others = 0
 
     def convert(pairs: list[tuple[str, Any]]) -> Any:

@@ -19,12 +19,8 @@ class KeyValueStore(Protocol):
 
 
 class SignedKeys:
-    """A store whose values begin with an HMAC-SHA-256 of the key and the value.
-
-    Args:
-        store: The store.
-        secret: The attempt's secret, in hex digits; empty: a signature proves nothing.
-    """
+    """A store whose values begin with an HMAC-SHA-256 of the key and the value. `secret`: the
+    attempt's secret, in hex digits; empty: a signature proves nothing."""
 
     def __init__(self, store: KeyValueStore, secret: str) -> None:
         self._store, self._secret = store, bytes.fromhex(secret)
@@ -34,11 +30,8 @@ class SignedKeys:
         self._store.set(key, self._sign(key, value.encode()) + value)
 
     def get(self, key: str) -> bytes:
-        """Returns a value, and waits for it as the store does.
-
-        Raises:
-            UnreachableError: Somebody wrote it who does not know the secret.
-        """
+        """Returns a value, and waits for it as the store does. Raises UnreachableError: somebody
+        wrote it who does not know the secret."""
         data = self._store.get(key)
         if not hmac.compare_digest(data[:_DIGITS], self._sign(key, data[_DIGITS:]).encode()):
             fault = "was written into the rendezvous by somebody who does not know the run's secret"

@@ -1,9 +1,6 @@
-"""Connections between processes of raypp: each side first proves that it knows a secret.
-
-Others than raypp's processes may reach a port. Until a peer has proved that it knows the secret, it
-gets no thread, 80 bytes of memory and a few seconds. The proofs are HMAC-SHA-256 over random
-numbers of both sides; the secret itself is never sent. What follows is not encrypted.
-"""
+"""Connections between processes of raypp: each side first proves that it knows a secret. The proofs
+are HMAC-SHA-256 over random numbers of both sides. Until then a peer gets no thread, 80 bytes of
+memory and a few seconds. What follows is not encrypted."""
 
 from __future__ import annotations
 
@@ -59,8 +56,6 @@ class Listener:
     """Listens on one address of this machine and serves the peers that know the secret.
 
     Args:
-        address: The address, IPv4 or IPv6.
-        secret: The secret.
         serve: Called in a thread of its own with each proven connection, which blocks, and the
             number that the peer sent. The connection is closed afterwards. OSError, ValueError and
             RayppError end the connection only.
@@ -227,25 +222,14 @@ def greeting_fits(heard: bytes) -> bool:
 
 
 def greeting(secret: bytes, number: int, listener: bytes, caller: bytes) -> bytes:
-    """Returns what a peer sends first: its number, its random bytes, and the proof.
-
-    Args:
-        secret: The secret.
-        number: Less than 2^64.
-        listener: The listener's random bytes.
-        caller: The peer's own.
-    """
+    """Returns what a peer sends first: its number, its random bytes, and the proof. `number`: less
+    than 2^64. `caller`: the peer's own."""
     return _HELLO.pack(_MAGIC, number, caller, _proof(secret, b"caller", listener, caller, number))
 
 
 def checked_greeting(data: bytes, secret: bytes, random: bytes) -> tuple[int, bytes, bool]:
     """Returns the peer's number, its random bytes, and whether it proved that it knows the secret.
-
-    Args:
-        data: All the bytes that a peer sends first.
-        secret: The secret.
-        random: The random bytes that it received.
-    """
+    `data`: all the bytes that a peer sends first. `random`: the random bytes that it received."""
     magic, number, theirs, proof = _HELLO.unpack(data)
     fits = hmac.compare_digest(proof, _proof(secret, b"caller", random, theirs, number))
     return number, theirs, magic == _MAGIC and fits
@@ -256,7 +240,6 @@ def introduce(connection: socket.socket, secret: bytes, number: int, patience_s:
 
     Args:
         connection: Just connected; its timeout changes.
-        secret: The secret.
         number: Passed on to the `Listener`; covered by the proof.
         patience_s: For all that the listener says.
 
@@ -275,17 +258,8 @@ def introduce(connection: socket.socket, secret: bytes, number: int, patience_s:
 
 def connect(address: str, port: int, secret: bytes, number: int = 0, timeout_s: float = PROOF_S) -> socket.socket:
     """Connects to a `Listener`; tries again while connections of others displace this one.
-
-    Args:
-        address: Its address.
-        port: Its port.
-        secret: The secret.
-        number: See `introduce`.
-        timeout_s: Of the connection, and for all tries together.
-
-    Raises:
-        OSError: See `introduce`; or nothing listens there.
-    """
+    `number`: see `introduce`. `timeout_s`: of the connection, and for all tries together. Raises
+    OSError: see `introduce`; or nothing listens there."""
     end, pause_s = time.monotonic() + timeout_s, _PAUSE_S
     while True:
         connection = socket.create_connection((address, port), timeout_s)
@@ -303,16 +277,8 @@ def connect(address: str, port: int, secret: bytes, number: int = 0, timeout_s: 
 
 def receive(connection: socket.socket, size: int, patience_s: float) -> bytes:
     """Receives bytes within a time, however slowly they arrive; takes memory as they arrive.
-
-    Args:
-        connection: Its timeout changes.
-        size: Number of bytes.
-        patience_s: For all of them together.
-
-    Raises:
-        TimeoutError: Not all arrived in time.
-        ConnectionResetError: The other side closed the connection.
-    """
+    `connection`: its timeout changes. `patience_s`: for all of them together. Raises TimeoutError:
+    not all arrived in time. Raises ConnectionResetError: the other side closed the connection."""
     end, got = time.monotonic() + patience_s, bytearray()
     while len(got) < size:
         left_s = end - time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from struck import Strike
+from injected_faults import Strike
 
 STEPS, EVERY = 60, 5
 HANG_S = 4.0
@@ -54,15 +54,12 @@ CHAINS = (
     _chain(
         EACH_KIND, "three stages", True,
         (0, "forward", "", 7, CONTROLLER),
-        (2, "backward", "kill", 12),
-        (1, "load", "kill", 0),
-        (0, "save", "", 20, STORE),
+        (0, "save", "", 10, STORE),
+        (2, "backward", "kill", 17, CONTROLLER),
         (1, "forward", "freeze", 27),
         (2, "optimizer", "raise", 34),
         (1, "forward", "", 37, DRIVER),
         (0, "commit", "segfault", 40),
-        (0, "backward", "kill", 47, CONTROLLER),
-        (1, "last step", "kill", 60),
     ),
     _chain(
         "killed-anywhere", "three stages", False,

@@ -33,15 +33,10 @@ from benchmarks.surroundings import describe
 WORLD, EVERY, HANG_S = 3, 10, 4.0
 STORE_SILENT_S = 3.0
 KINDS = {
-    "SIGKILL of a rank": 6,
-    "SIGSEGV of a rank": 2,
-    "SIGSTOP of a rank": 1,
-    "SIGKILL of two ranks": 1,
-    "SIGKILL of all ranks": 1,
-    "SIGKILL of the controller": 2,
-    "SIGKILL of the controller and a rank": 1,
+    "SIGKILL of a rank": 6, "SIGSEGV of a rank": 2, "SIGSTOP of a rank": 1, "SIGKILL of two ranks": 1,
+    "SIGKILL of all ranks": 1, "SIGKILL of the controller": 2, "SIGKILL of the controller and a rank": 1,
     "the store silent for 3 s": 1,
-}
+}  # fmt: skip
 """Relative frequency of each kind."""
 
 
@@ -166,13 +161,18 @@ def recovery_times(run: Run, faults: list[Fault]) -> dict[str, list[float]]:
     return found
 
 
-def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], told: str) -> str:
+def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], reported: str) -> str:
     """Returns the report of the storm in Markdown."""
     sums = totals(parts)
     whole = sum(sums.values())
     stepping = sums["training"] + sums["redoing"]
     times = recovery_times(run, faults)
-    lines = [told, "", "| fault | how often | seconds to the next finished step, median (longest) |", "|---|---|---|"]
+    lines = [
+        reported,
+        "",
+        "| fault | how often | seconds to the next finished step, median (longest) |",
+        "|---|---|---|",
+    ]
     for kind, count in Counter(fault.kind for fault in faults).most_common():
         seconds = times.get(kind)
         words = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "–"
@@ -211,12 +211,12 @@ def weather(laptop: Laptop, options: argparse.Namespace) -> int:
     parts = parts_of(run, [fault.at for fault in storm.faults], started, stopped)
     interval = statistics.median(parts_median(run)) * EVERY
     command = f"make chaos MINUTES={options.minutes:g} MTBF={options.mtbf:g} SEED={options.seed}"
-    told = (
+    reported = (
         f"`{command}`: {len(storm.faults)} faults and {len(run.events('restarting'))} restarts while {steps} steps "
         f"were done; a checkpoint every {EVERY} steps ({interval:.1f} s), so one fault per "
         f"{options.mtbf / interval:.1f} intervals. {describe()}; load average {os.getloadavg()[0]:.0f}."
     )
-    text = report(run, storm.faults, parts, wrong, told)
+    text = report(run, storm.faults, parts, wrong, reported)
     print(text)
     if options.out:
         out = Path(options.out)

@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faulted_run import FaultedRun, reference_chain
+from injected_faults import Strike
 from laptop import Laptop
 from matrix import CASES, CHAINS, EACH_KIND, Chain, title
-from ordeal import Ordeal, reference_chain
-from struck import Strike
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-Survived = Callable[[Chain], Ordeal]
+Survived = Callable[[Chain], FaultedRun]
 
 
 @pytest.fixture(scope="module")
 def survived(laptop: Laptop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
     """Returns the run of a chain, which executes on first use."""
-    lived: dict[str, Ordeal] = {}
+    lived: dict[str, FaultedRun] = {}
     place = tmp_path_factory.mktemp("chaos")
 
-    def get(chain: Chain) -> Ordeal:
+    def get(chain: Chain) -> FaultedRun:
         if chain.name not in lived:
-            lived[chain.name] = ordeal = Ordeal(laptop, chain, place / chain.name)
-            ordeal.live()
-            print(f"\n{chain.name}: {ordeal.state} after {ordeal.seconds:.0f} s")
+            lived[chain.name] = faulted = FaultedRun(laptop, chain, place / chain.name)
+            faulted.live()
+            print(f"\n{chain.name}: {faulted.state} after {faulted.seconds:.0f} s")
         return lived[chain.name]
 
     yield get
@@ -59,21 +59,21 @@ def _case_id(case: tuple[Chain, Strike]) -> str:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case[0]), id=_case_id(case)) for case in CASES])
-def test_a_fault_is_told_truthfully_and_survived(
+def test_a_fault_is_reported_truthfully_and_survived(
     case: tuple[Chain, Strike], survived: Survived, table: list[dict[str, object]]
 ) -> None:
     chain, strike = case
-    ordeal = survived(chain)
+    faulted = survived(chain)
     row: dict[str, object] = {
         "what": title(chain, strike),
-        "when": _when(ordeal, strike),
+        "when": _when(faulted, strike),
         "run": chain.name,
         "outcome": "FAILS",
-        "known": _in_seconds(ordeal.known_s(strike)),
-        "seconds": _in_seconds(ordeal.recovery_s(strike)),
+        "known": _in_seconds(faulted.known_s(strike)),
+        "seconds": _in_seconds(faulted.recovery_s(strike)),
     }
     table.append(row)
-    ordeal.judge_strike(strike)
+    faulted.judge_strike(strike)
     row["outcome"] = "the same"
 
 
@@ -81,14 +81,14 @@ def _in_seconds(duration: float | None) -> str:
     return "–" if duration is None else f"{duration:.1f} s"
 
 
-def _when(ordeal: Ordeal, strike: Strike) -> str:
-    step = ordeal.fallen.get(strike.number, {}).get("step")
+def _when(faulted: FaultedRun, strike: Strike) -> str:
+    step = faulted.fallen.get(strike.number, {}).get("step")
     return f"{strike.moment}, step {step}" if step else strike.moment
 
 
 @pytest.mark.parametrize("chain", [pytest.param(chain, marks=_marks(chain), id=chain.name) for chain in CHAINS])
 def test_a_run_that_suffered_it_all_ends_bit_for_bit_like_an_undisturbed_one(chain: Chain, survived: Survived) -> None:
-    ordeal = survived(chain)
+    faulted = survived(chain)
     reference = survived(reference_chain(chain.shape))
     reference.judge_run(None)
-    ordeal.judge_run(reference)
+    faulted.judge_run(reference)

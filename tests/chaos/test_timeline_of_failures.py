@@ -9,7 +9,7 @@ from timeline import Part, in_words, parts_of, totals
 
 
 @dataclass(frozen=True)
-class Told:
+class RecordedEvent:
     """An event."""
 
     kind: str
@@ -22,14 +22,14 @@ class Told:
 class Recorded:
     """Ten steps of 1 s. A fault hits at 6.5 s, and the run resumes at 10 s from step 4."""
 
-    def events(self, kind: str) -> list[Told]:
+    def events(self, kind: str) -> list[RecordedEvent]:
         seconds = {"seconds": {"first step": 1.0}}
-        told = [
-            Told("first_step", 1.0, 1, 1, seconds),
-            Told("rank_failed", 6.7, 1, 5),
-            Told("first_step", 11.0, 2, 4, seconds),
+        reported = [
+            RecordedEvent("first_step", 1.0, 1, 1, seconds),
+            RecordedEvent("rank_failed", 6.7, 1, 5),
+            RecordedEvent("first_step", 11.0, 2, 4, seconds),
         ]
-        return [event for event in told if event.kind == kind]
+        return [event for event in reported if event.kind == kind]
 
     def history(self) -> list[dict[str, Any]]:
         return [{"step": step, "step_s": 1.0} for step in range(1, 11)]

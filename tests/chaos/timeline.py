@@ -23,13 +23,11 @@ class Part:
 
 
 def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Part]:
-    """Returns the intervals of a run, in order.
-
-    An attempt trains from its `first_step` event, less the duration of that step, which the event
-    states. It trains until the fault that ends it or, without one, until the failure is reported.
-    The next attempt repeats the steps beyond its starting point, so the same number of steps at its
-    start counts as redoing. The rest is recovering.
-    """
+    """Returns the intervals of a run, in order. An attempt trains from its `first_step` event, less
+    the duration of that step, which the event states. It trains until the fault that ends it or,
+    without one, until the failure is reported. The next attempt repeats the steps beyond its
+    starting point, so the same number of steps at its start counts as redoing. The rest is
+    recovering."""
     firsts = {event.attempt: event for event in run.events("first_step")}
     failed: dict[int, Any] = {}
     for event in run.events("rank_failed"):
@@ -42,8 +40,8 @@ def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Pa
         start = max(at, first.time - own)
         stop = end
         if attempt in failed:
-            told = failed[attempt].time
-            stop = max([fault for fault in faults if start < fault <= told][-1:] or [told])
+            reported = failed[attempt].time
+            stop = max([fault for fault in faults if start < fault <= reported][-1:] or [reported])
         if start > at:
             parts.append(Part("recovering", at, min(start, end)))
         if start >= end:

@@ -27,11 +27,11 @@ from actor_names import without_digest
 from programs import run_program
 from safetensors.numpy import load as load_tensors
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.clusters.dashboard import Dashboard, DashboardError
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.dashboard import Dashboard, DashboardError
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.errors import UnreachableError
-from raypp.observe.reader import RunReader
+from raypp.state.checkpoint.commit import list_checkpoints, read_commit
+from raypp.state.run_records.reader import RunReader
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore
 
@@ -41,6 +41,7 @@ RAYPP = str(Path(sys.executable).parent / "raypp")
 STEPS = 40
 EVERY = 5
 _PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
+_START_S = 500.0  # and a head that Ray gives up is started once more
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Laptop:
         laptop = cls(directory, environment, {})
         text = "\n\n".join(TEXT.read_text().split("\n\n")[:600])
         (directory / "words.txt").write_text(text)
-        answer = laptop.raypp("local", "up", "--cpus", str(cpus))
+        answer = laptop.raypp("local", "up", "--cpus", str(cpus), timeout=_START_S)
         assert answer.code == 0, answer
         laptop.state = json.loads((directory / "home" / "local" / "state.json").read_text())
         return laptop
@@ -258,7 +259,7 @@ class Run:
     def err(self) -> str:
         return self.log.with_suffix(".err").read_text()
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"exit {self.exit_code}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
 
     def wait(self, timeout: float = 400) -> int:
@@ -270,7 +271,7 @@ class Run:
         try:
             return wait_for(condition, what, patience_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}; status {self.status()}\n{self.told()}") from None
+            raise AssertionError(f"{error}; status {self.status()}\n{self.describe()}") from None
 
     def wait_titles(self, ranks: int = 2, but: frozenset[int] | set[int] = frozenset()) -> dict[str, psutil.Process]:
         """Waits for living ranks, whose processes are not in `but`. Returns them by coordinates."""

@@ -25,7 +25,7 @@ def run_cells(laptop: Laptop, folder: Path, cells: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_the_page_trains_plans_and_sweeps(laptop: Laptop, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     laptop.names |= {"from-python", "sweep-1e-03", "sweep-3e-03"}

@@ -16,13 +16,28 @@ import pytest
 from laptop import Laptop, Run, wait_for
 
 from cluster.metrics.dashboard import dashboard
-from raypp.clusters.local import find_prometheus
-from raypp.observe.quantities import AUX_LOSS, METRICS, Z_LOSS
+from raypp.control.clusters.local_servers import find_prometheus
+from raypp.state.run_records.quantities import (
+    AUX_LOSS,
+    LOSS_SCALE,
+    METRICS,
+    MFU,
+    OVERFLOWS,
+    REPLICA_BYTES,
+    TFLOPS,
+    WIRE_BYTES,
+    Z_LOSS,
+)
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(400)]
 needs_prometheus = pytest.mark.skipif(find_prometheus() is None, reason="install Debian's package `prometheus`")
 
-EMPTY = {AUX_LOSS.name: "the model has no experts", Z_LOSS.name: "the model has no experts"}
+EMPTY = {
+    **dict.fromkeys((AUX_LOSS.name, Z_LOSS.name), "the model has no experts"),
+    **dict.fromkeys((MFU.name, TFLOPS.name), "only GPUs have a peak"),
+    **dict.fromkeys((LOSS_SCALE.name, OVERFLOWS.name), "only fp16 scales the loss"),
+    **dict.fromkeys((WIRE_BYTES.name, REPLICA_BYTES.name), "the run has no replicas"),
+}
 """Metrics that this run does not have, and why."""
 
 

@@ -10,7 +10,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from laptop import Answer, Laptop, wait_for
+from laptop import Answer, Laptop, Run, wait_for
 from local_tasks import TASKS, write_tasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -20,11 +20,17 @@ PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Verily", "x"]
 
 
 @pytest.fixture(scope="module")
-def model(laptop: Laptop) -> str:
-    """A run with a checkpoint in the cluster's S3 server."""
-    run = laptop.start(laptop.job(NAME, train__steps=5, data__eval={"fraction": 0.1}))
-    assert run.wait() == 0, run.told()
+def model(laptop: Laptop, undisturbed: Run) -> str:
+    """A run with a checkpoint in the cluster's S3 server, for generations."""
     (laptop.directory / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    return undisturbed.name
+
+
+@pytest.fixture(scope="module")
+def held_out(laptop: Laptop) -> str:
+    """One that holds documents out, for evaluations."""
+    run = laptop.start(laptop.job(NAME, train__steps=5, data__eval={"fraction": 0.1}))
+    assert run.wait() == 0, run.describe()
     return NAME
 
 
@@ -58,9 +64,9 @@ def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, c
     nothing_is_left(laptop)
 
 
-def test_the_loss_is_that_of_the_local_command(laptop: Laptop, model: str) -> None:
-    here = laptop.raypp("eval", model, "--json")
-    there = laptop.raypp("eval", model, "--mesh", "pp=2", "--address", laptop.state["dashboard"], "--json")
+def test_the_loss_is_that_of_the_local_command(laptop: Laptop, held_out: str) -> None:
+    here = laptop.raypp("eval", held_out, "--json")
+    there = laptop.raypp("eval", held_out, "--mesh", "pp=2", "--address", laptop.state["dashboard"], "--json")
     assert here.code == there.code == 0, (here, there)
     assert there.out == here.out and there.json()["tokens"] > 100
     nothing_is_left(laptop)
@@ -127,7 +133,7 @@ def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "reported"),
     [
         (("generate", NAME, "--chat"), 2, "--chat: a conversation runs on this machine only"),
         (("generate", NAME, "--prompt", "x", "--mesh", "pp=4", "--address", "127.0.0.1:1"), 3, "no Ray cluster"),
@@ -137,13 +143,15 @@ def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
         (("eval", NAME, "--set", "data.path=nowhere.txt", "--set", "data.eval=null"), 2, "nowhere.txt"),
     ],
 )
-def test_what_is_wrong_is_named(laptop: Laptop, model: str, words: tuple[str, ...], code: int, told: str) -> None:
+def test_what_is_wrong_is_named(
+    laptop: Laptop, held_out: str, words: tuple[str, ...], code: int, reported: str
+) -> None:
     answer: Answer = laptop.raypp(*words, "--on-cluster")
-    assert answer.code == code and told in answer.err and not answer.out, answer
+    assert answer.code == code and reported in answer.err and not answer.out, answer
     nothing_is_left(laptop)
 
 
-def test_an_error_of_a_rank_is_told_as_here(laptop: Laptop, model: str) -> None:
+def test_an_error_of_a_rank_is_reported_as_here(laptop: Laptop, model: str) -> None:
     folder = laptop.directory / "torn"
     document = laptop.raypp("checkpoints", "export", model, str(folder), "--json")
     assert document.code == 0, document

@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "hostile"))
 
 from file_cases import job, use_data
 
-from raypp.data.sources import open_documents, source_request
-from raypp.data.write_shards import Options, write_shards
+from raypp.rank.data.sources import open_documents, source_request
+from raypp.rank.data.write_shards import Options, write_shards
 from raypp.storage import open_store
 
 _TEMPLATE = str(Path(__file__).parents[2] / "jobs/data/chatml.jinja")

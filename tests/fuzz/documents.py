@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from raypp.checkpoint.announce import read_announcement
-from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.run_spec import read_spec
-from raypp.checkpoint.tensor_file import TensorEntry, encode_header
 from raypp.control.machine import Machine
 from raypp.control.run_record import RunRecord
 from raypp.errors import CheckpointError
-from raypp.memory.files import decode_control
-from raypp.memory.slot import StoredSlot
-from raypp.observe.reader import RunReader
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.state.checkpoint.announce import read_announcement
+from raypp.state.checkpoint.compatibility import check_resume
+from raypp.state.checkpoint.run_spec import read_spec
+from raypp.state.checkpoint.tensor_file import TensorEntry, encode_header
+from raypp.state.memory.files import decode_control
+from raypp.state.memory.slot import StoredSlot
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 from raypp.untrusted.documents import parse_json
 from tests.fuzz import target

@@ -17,24 +17,15 @@ from tests.fuzz import target
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "hostile"))
 
-from file_cases import (
-    CONFIG,
-    LLAMA,
-    ROPE,
-    TOKENIZER,
-    model_file,
-    use_data,
-    use_model,
-    use_tokenizer,
-)
+from file_cases import CONFIG, LLAMA, ROPE, TOKENIZER, model_file, use_data, use_model, use_tokenizer
 
-from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.errors import JobError
-from raypp.hf.config import config_from_options, options_from_config
-from raypp.hf.names import model_tensors
-from raypp.inference.source import find_source
-from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions
+from raypp.job.known_families import FAMILIES
+from raypp.job.models import DecoderOptions
+from raypp.rank.data.chat_template import ChatTemplate, TemplateFault
+from raypp.state.hf.config import config_from_options, options_from_config
+from raypp.state.hf.names import model_tensors
+from raypp.tools.inference.source import find_source
 from raypp.untrusted.documents import parse_object
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, header_length, parse_header
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import zlib
 
-from raypp.memory.peer import parse_control, parse_facts
-from raypp.train.preflight import parse_place
+from raypp.rank.joining.preflight import parse_place
+from raypp.state.memory.peer import parse_control, parse_facts
 from raypp.untrusted.sockets import GREETING_BYTES, checked_greeting, greeting, greeting_fits
 from tests.fuzz import target
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from raypp.job.job import Job
+from raypp.job.load import job_document, parse_job
 from raypp.planning.check import check_plan
-from raypp.spec.job import Job
-from raypp.spec.load import job_document, parse_job
 from tests.fuzz import target
 
 

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import click
 
-from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.layout import attempt_key, commit_key, rank_key
-from raypp.checkpoint.tensor_file import TensorEntry, encode_header
 from raypp.cli.main import cli
 from raypp.errors import RayppError
-from raypp.hf.names import model_tensors
-from raypp.observe.json_lines import LogLine, document, event_line, log_line, step_line
-from raypp.observe.status import RankStatus, RunStatus
-from raypp.observe.trace import RankTrace, Span
+from raypp.job.load import job_document, parse_job
 from raypp.records import Coordinates, Event, RunState, StepReport
-from raypp.spec.load import job_document, parse_job
+from raypp.state.checkpoint.commit import Commit, ObjectRecord
+from raypp.state.checkpoint.layout import attempt_key, commit_key, rank_key
+from raypp.state.checkpoint.tensor_file import TensorEntry, encode_header
+from raypp.state.hf.names import model_tensors
+from raypp.state.run_records.json_lines import LogLine, document, event_line, log_line, step_line
+from raypp.state.run_records.status import RankStatus, RunStatus
+from raypp.state.run_records.trace import RankTrace, Span
 
 NAME = "run"
 STEPS = (1, 2)

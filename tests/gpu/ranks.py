@@ -25,9 +25,9 @@ from harness import run_in_turn, run_ranks
 from training import merged, train_steps
 
 from raypp.environment import NCCL_OF_TORCH
-from raypp.mesh.geometry import Mesh
-from raypp.spec.load import parse_job
-from raypp.train.cuda_settings import prepare_driver
+from raypp.job.load import parse_job
+from raypp.planning.geometry import Mesh
+from raypp.rank.joining.cuda_settings import prepare_driver
 
 prepare_driver()  # before CUDA is asked for a device; the ranks' processes inherit it
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -36,9 +36,7 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 def run_on_one_device(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Calls `function(rank, world, port, *arguments)` in `world` processes that share `DEVICE`.
-
-    Returns the results in rank order. Fails as `harness.run_ranks` does.
-    """
+    Returns the results in rank order. Fails as `harness.run_ranks` does."""
     return run_ranks(world, _as_a_host_of_its_own, function, arguments)
 
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from varlen_reference import reference_kernel
 
-from raypp.data.packing import Row
-from raypp.models.attention import PLAIN, packed_attention
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.models.documents import PackedDocuments
-from raypp.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
-from raypp.parallel.context import WholeRows
-from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops, hop_segments
-from raypp.parallel.zigzag import plan_ring, zigzag
-from raypp.pipeline.collate import collate, on_device
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.job.job import Job
+from raypp.job.load import parse_job
+from raypp.rank.data.packing import Row
+from raypp.rank.step.collate import collate, on_device
+from raypp.stages.models.attention import PLAIN, packed_attention
+from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
+from raypp.stages.parallel.context import WholeRows
+from raypp.stages.parallel.ring_hops import BlockHops, FlashHops, RingHops, hop_segments
+from raypp.stages.parallel.zigzag import plan_ring, zigzag
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_BOTH = [pytest.param("cpu", "reference"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in KERNELS)]

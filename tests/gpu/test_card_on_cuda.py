@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from raypp.control.report.reporter import _Trail
-from raypp.measure.device_speed import kernel_time_limit
-from raypp.pipeline.device_clock import device_marks
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
-from raypp.spec.load import parse_job
-from raypp.train.device_check import card_of, check_device, has_kernels_for
-from raypp.train.device_memory import card_uuid, holders
-from raypp.train.own_seat import local_seat
+from raypp.rank.device_check import card_of, check_device, has_kernels_for
+from raypp.rank.joining.device_memory import card_uuid, holders
+from raypp.rank.own_seat import local_seat
+from raypp.stages.pipeline.device_clock import device_marks
+from raypp.tools.doctor.device_speed import kernel_time_limit
 
 pytestmark = pytest.mark.gpu
 

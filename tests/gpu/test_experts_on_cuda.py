@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.models import experts, grouped_products
-from raypp.models.experts import grouped, one_by_one, swiglu
-from raypp.models.lora import unbound
-from raypp.models.moe import MixtureOfExperts
-from raypp.models.recomputed import recomputed
-from raypp.spec.decoder_layer import Layer
-from raypp.spec.models import MoeOptions
+from raypp.job.decoder_layer import Layer
+from raypp.job.models import MoeOptions
+from raypp.stages.models import experts, grouped_products
+from raypp.stages.models.experts import grouped, one_by_one, swiglu
+from raypp.stages.models.lora import unbound
+from raypp.stages.models.moe import MixtureOfExperts
+from raypp.stages.models.recomputed import recomputed
 
 pytestmark = pytest.mark.gpu
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from ranks import DEVICE, run_on_one_device
-from told import Told
 
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
 from raypp.ports import free_ports
-from raypp.spec.load import parse_job
-from raypp.train.abort import cut_connections
-from raypp.train.fault_injection import VARIABLE
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
+from raypp.rank.fault_injection import VARIABLE
+from raypp.rank.joining.abort import cut_connections
+from raypp.rank.own_seat import local_seat
+from raypp.rank.rank import run_rank
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -58,8 +58,8 @@ def _live(
         thread.start()
         while thread.is_alive() and not over.exists():
             thread.join(0.02)
-        told = time.monotonic()
-        while thread.is_alive() and time.monotonic() - told < HANGS_S:
+        reported = time.monotonic()
+        while thread.is_alive() and time.monotonic() - reported < HANGS_S:
             cut_connections(port)
             thread.join(0.05)
         assert not thread.is_alive(), "a rank hangs"
@@ -69,7 +69,7 @@ def _live(
 
 def _run(job: dict[str, Any], seat: Any, ends: list[Any], over: Path) -> None:
     try:
-        result = run_rank(decide(parse_job(job), Facts("cuda")), seat, Told())
+        result = run_rank(decide(parse_job(job), Facts("cuda")), seat, CollectingReporter())
         ends.append(result.step)
     except BaseException as error:  # noqa: BLE001 - the test reads it
         ends.append(f"{type(error).__name__}: {error}")
@@ -80,14 +80,11 @@ def _run(job: dict[str, Any], seat: Any, ends: list[Any], over: Path) -> None:
     ("fault", "error"),
     [
         ("oom@forward:rank=1,step=2,attempt=1", "DeviceMemoryError: out of device memory: OutOfMemory"),
-        (
-            "oom@backward:rank=0,step=1,attempt=1",
-            "DeviceMemoryError: out of device memory: OutOfMemory",
-        ),
+        ("oom@backward:rank=0,step=1,attempt=1", "DeviceMemoryError: out of device memory: OutOfMemory"),
         ("raise@optimizer:rank=1,step=2,attempt=1", "RuntimeError: injected at optimizer"),
     ],
 )
-def test_the_rank_that_failed_tells_why_its_peer_comes_free_and_both_train_on(
+def test_the_rank_that_failed_reports_why_its_peer_comes_free_and_both_train_on(
     tmp_path: Path, fault: str, error: str
 ) -> None:
     results = run_on_one_device(2, _live, str(tmp_path), document(tmp_path), free_ports(2), fault)
@@ -108,10 +105,10 @@ def test_a_device_that_is_really_full_says_what_held_it(tmp_path: Path) -> None:
         train={"steps": STEPS, "precision": "fp32", "compile": False, "micro_batch_size": 16},
     )
     results = run_on_one_device(2, _with_little_memory, str(tmp_path), job, free_ports(1))
-    told = results[1]["ends"][0]
-    assert told.startswith("DeviceMemoryError: out of device memory: OutOfMemoryError: CUDA out of")
+    reported = results[1]["ends"][0]
+    assert reported.startswith("DeviceMemoryError: out of device memory: OutOfMemoryError: CUDA out of")
     for words in ("torch holds", "at the peak: weights", "largest blocks: ", "planned: "):
-        assert words in told
+        assert words in reported
     assert results[0]["ends"][0].startswith("LostPeerError: ")
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypp.models import fused
-from raypp.models.experts import grouped
-from raypp.models.grouped_products import _product
-from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-from raypp.train.adamw import AdamWByRows
-from raypp.train.bf16_weights import Bf16Weights
+from raypp.rank.optimizers.adamw import AdamWByRows
+from raypp.rank.optimizers.bf16_weights import Bf16Weights
+from raypp.stages.models import fused
+from raypp.stages.models.experts import grouped
+from raypp.stages.models.grouped_products import _product
+from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
 
 DTYPES = torch.float32, torch.bfloat16
 # Rows of each expert, and the widths of a matrix: none a multiple of a tile.
@@ -106,7 +106,7 @@ def test_the_kernels_without_a_gpu(tmp_path: Path, function: str, environment: d
 
 
 def interpreted() -> None:
-    from raypp.models import triton_kernels
+    from raypp.stages.models import triton_kernels
 
     # MKL's root of fp32 is not correctly rounded; CUDA's and the kernel's are.
     Tensor.sqrt = lambda values: values.double().pow(0.5).float()  # type: ignore[method-assign]
@@ -139,16 +139,14 @@ def check_groups(counts: list[int], width: int, columns: int) -> None:
 
 
 def compiled() -> None:
-    """Compiles every kernel for cards of four kinds; no product may be fused with a sum.
-
-    But those of matrices, for which a card must use its matrix units, within its shared memory.
-    """
+    """Compiles every kernel for cards of four kinds; no product may be fused with a sum. But those
+    of matrices, for which a card must use its matrix units, within its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from raypp.models import triton_groups
-    from raypp.models import triton_kernels as kernels
+    from raypp.stages.models import triton_groups
+    from raypp.stages.models import triton_kernels as kernels
 
     rows = {"source": "*u8", "out": "*bf16", "table": "*fp32", "width": "i32", "stride": "i32"}
     tile: dict[str, Any] = {"TILE": 4096}

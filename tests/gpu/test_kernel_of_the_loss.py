@@ -16,8 +16,8 @@ import torch
 from ranks import DEVICE
 from torch import Tensor
 
-from raypp.models import fused
-from raypp.models.loss import IGNORED, LossesAndErrors, for_chunks, losses_and_errors
+from raypp.stages.models import fused
+from raypp.stages.models.loss import IGNORED, LossesAndErrors, for_chunks, losses_and_errors
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,11 +45,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> LossesAndErrors:
 
 @pytest.mark.parametrize(
     ("dtype", "cap"),
-    [
-        (torch.bfloat16, None),
-        (torch.float32, 30.0),
-        pytest.param(torch.float32, None, marks=pytest.mark.slow),
-    ],
+    [(torch.bfloat16, None), (torch.float32, 30.0), pytest.param(torch.float32, None, marks=pytest.mark.slow)],
 )
 def test_the_kernel_of_the_loss_is_as_exact_as_fp32(
     kernel: LossesAndErrors, dtype: torch.dtype, cap: float | None
@@ -100,7 +96,7 @@ def test_the_loss_of_a_chunk_is_one_kernel_on_an_h100() -> None:
 _PLANNED = """
 import json, torch
 from benchmarks.torch_private import kernels_on_cuda
-from raypp.models.loss import COMPILER_OPTIONS, losses_and_errors
+from raypp.stages.models.loss import COMPILER_OPTIONS, losses_and_errors
 from raypp.torch_private import fake_tensors, inductor_config
 
 for name, value in COMPILER_OPTIONS.items():

@@ -12,14 +12,14 @@ from harness import run_ranks
 from ranks import DEVICE
 from training import document
 
-from raypp.models import loss
-from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
+from raypp.job.load import parse_job
 from raypp.planning import loss_memory
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
-from raypp.spec.load import parse_job
-from raypp.train.assemble import assemble
-from raypp.train.own_seat import local_seat
+from raypp.rank.assemble import assemble
+from raypp.rank.own_seat import local_seat
+from raypp.stages.models import loss
+from raypp.stages.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
 
 TOKENS, WIDTH, VOCABULARY = 1000, 64, 40_000
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

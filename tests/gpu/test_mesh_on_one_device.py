@@ -16,10 +16,10 @@ from comparison import assert_close
 from ranks import DEVICE, run_in_turn_on_one_device, train
 from training import merged, thinned, train_steps
 
-from raypp.mesh.geometry import Mesh
-from raypp.pipeline.runtime import ProgramRuntime
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.planning.geometry import Mesh
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.stages.pipeline.runtime import ProgramRuntime
 
 MICROBATCHES = 8
 FP32 = 1e-4
@@ -117,9 +117,8 @@ def reference(kind: str) -> dict[str, Any]:
 
 def batches() -> list[tuple[str, ...]]:
     """Returns the jobs in groups that run in the same processes: of one world, all quick or none.
-
-    On a GPU each job makes communicators anew, and the processes have 240 s. "compiled" is alone.
-    """
+    On a GPU each job makes communicators anew, and the processes have 240 s. "compiled" is
+    alone."""
     groups: dict[tuple[int, bool, bool], list[str]] = {}
     for name, job in JOBS.items():
         groups.setdefault((world_of(job), name in QUICK, name == "compiled"), []).append(name)

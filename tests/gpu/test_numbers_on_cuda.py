@@ -13,8 +13,8 @@ import torch
 from harness import run_ranks
 from training import merged, train_steps
 
-from raypp.models.initial_values import Law
-from raypp.models.quantised_rows import quantise_rows
+from raypp.stages.models.initial_values import Law
+from raypp.stages.models.quantised_rows import quantise_rows
 
 pytestmark = pytest.mark.gpu
 

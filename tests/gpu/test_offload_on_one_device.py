@@ -16,14 +16,14 @@ from ranks import DEVICE, run_in_turn_on_one_device
 from test_mesh_on_one_device import LLAMA, document
 from training import merged, seat_of, train_steps
 
-from raypp.parallel.host_copies import lock_pages, unlock_pages
+from raypp.job.load import parse_job
 from raypp.planning import offload
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
+from raypp.rank.assemble import assemble
+from raypp.rank.step.step import StepRunner, Stopwatch
 from raypp.records import Requests
-from raypp.spec.load import parse_job
-from raypp.train.assemble import assemble
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.stages.parallel.host_copies import lock_pages, unlock_pages
 
 STATE, INPUTS = {"optimizer": {"offload": True}}, {"activation_checkpointing": "offload"}
 KEPT = {"activation_checkpointing": "full"}

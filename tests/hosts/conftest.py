@@ -3,6 +3,7 @@ network namespaces can be made."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from laptop import TEXT, Laptop, Run, wait_for
 
 from cluster.testbed import TestBed, why_not
-from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.state.checkpoint.commit import list_checkpoints, read_commit
 
 HOSTS = 3
 
@@ -49,7 +50,7 @@ class Office(Laptop):
             "gcs": f"{bed.network.address(0)}:6379",
             "token_path": str(bed.token_path),
             "ray_dir": str(bed.directory),
-            "s3": bed.store.as_dict(),
+            "s3": dataclasses.asdict(bed.store),
         }
         office = cls(directory, environment, state)
         office.bed = bed
@@ -96,5 +97,5 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
 def one_host(office: Office) -> Run:
     """The reference: the same job with all four ranks on one host."""
     run = office.start(office.two_host_job("one-host", resources__cpus_per_rank=0.5), "--json")
-    assert run.wait(600) == 0, run.told()
+    assert run.wait(600) == 0, run.describe()
     return run

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from raypp.pipeline.link_probe import Channels
+from raypp.stages.pipeline.link_probe import Channels
 
 HOSTS = 3
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from raypp.parallel.replica_sums import ReplicaSums
-from raypp.parallel.shard import local_part
+from raypp.stages.parallel.replica_sums import ReplicaSums
+from raypp.stages.parallel.shard import local_part
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
 rank, kind, width = int(sys.argv[1]), sys.argv[3], 2_000

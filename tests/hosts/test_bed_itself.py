@@ -102,8 +102,8 @@ def test_a_cut_cable_carries_nothing_until_it_is_healed(
     bare: TestBed, listener: subprocess.Popen[Any], how: Cut
 ) -> None:
     bare.cut(1, how)
-    told = {Cut.BOTH: "cut", Cut.OUT: "cut outward", Cut.IN: "cut inward"}[how]
-    assert [one["cable"] for one in bare.status()] == ["40mbit", told]
+    said = {Cut.BOTH: "cut", Cut.OUT: "cut outward", Cut.IN: "cut inward"}[how]
+    assert [one["cable"] for one in bare.status()] == ["40mbit", said]
     assert _send(bare, 1000) != 0
     bare.heal(1)
     wait_for(lambda: _send(bare, 1000) == 0, "bytes over the healed cable")  # it asks for addresses anew
@@ -125,8 +125,8 @@ def test_a_frozen_host_stands_still_and_a_killed_one_is_empty(bare: TestBed) -> 
 def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> None:
     ask = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
     for host in (0, 1):
-        told = bare.run(host, [sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
-        assert told == [bare.network.hostname(host), bare.network.address(host)]
+        said = bare.run(host, [sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
+        assert said == [bare.network.hostname(host), bare.network.address(host)]
 
 
 def test_what_a_killed_owner_left_is_removed_by_name() -> None:
@@ -163,17 +163,17 @@ def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "said"),
     [
         ({"name": "Too-Long-A-Name"}, "is not a valid name"),
         ({"rate": "fast"}, "is not a rate"),
         ({"hosts": 0}, "0 hosts"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_made(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_made(arguments: dict[str, Any], said: str) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    with pytest.raises(JobError, match=told):
+    with pytest.raises(JobError, match=said):
         TestBed.up(**{"name": "b1", "ray": False, "store": False} | arguments)
 
 
@@ -220,7 +220,7 @@ def test_beside_docker_the_hosts_reach_each_other_and_a_firewall_that_drops_thei
     done = run_program(*alone, _BESIDE_DOCKER, name, cwd=Path(__file__).parents[2])
     rule, *error = done.stdout.splitlines()
     assert f"-i rt-{name}-br -o rt-{name}-br" in rule and f'--comment "raypp test bed {name}"' in rule
-    told = "\n".join(error)
-    assert f"host {name}-h1 cannot reach {name}-h0 (10.77.0.10) over the bridge rt-{name}-br: " in told
-    assert "iptables -S FORWARD" in told and "bridge-nf-call-iptables" in told
+    said = "\n".join(error)
+    assert f"host {name}-h1 cannot reach {name}-h0 (10.77.0.10) over the bridge rt-{name}-br: " in said
+    assert "iptables -S FORWARD" in said and "bridge-nf-call-iptables" in said
     assert leftovers(name) == []

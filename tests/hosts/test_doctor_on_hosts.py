@@ -20,7 +20,7 @@ def slowed(office: Office) -> Iterator[Office]:
     office.bed.set_rate(1, "1gbit")
 
 
-def test_every_link_is_measured_and_the_slow_one_is_told(slowed: Office) -> None:
+def test_every_link_is_measured_and_the_slow_one_is_reported(slowed: Office) -> None:
     office = slowed
     out = office.directory / "links.json"
     job = office.two_host_job("examined")
@@ -36,13 +36,13 @@ def test_every_link_is_measured_and_the_slow_one_is_told(slowed: Office) -> None
     assert any(addresses[1] in what for what in slow), report["findings"]
 
 
-def test_what_breaks_a_run_is_told_and_is_the_exit_code(office: Office) -> None:
+def test_what_breaks_a_run_is_reported_and_is_the_exit_code(office: Office) -> None:
     job = office.two_host_job("too-large", mesh__fsdp=8, checkpoint__url="s3://nobody/here")
     answer = office.raypp("doctor", str(job), "--json", "--no-devices", timeout=300)
     assert answer.code == 1, answer
-    told = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
-    assert any("ranks need" in what for what in told), told
-    assert any("the bucket 'nobody' does not exist" in what for what in told), told
+    said = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
+    assert any("ranks need" in what for what in said), said
+    assert any("the bucket 'nobody' does not exist" in what for what in said), said
 
 
 def test_without_a_cluster_the_exit_code_is_3(office: Office) -> None:
@@ -60,6 +60,6 @@ def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
     finally:
         office.bed.run(1, ["ip", "neigh", "del", network.address(2), "dev", "eth0"])
     assert answer.code == 1, answer
-    (told,) = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
+    (said,) = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
     reason = "no answer, and no refusal: packets vanish"
-    assert told == f"{network.address(1)} cannot reach {network.address(2)} over eth0: {reason}"
+    assert said == f"{network.address(1)} cannot reach {network.address(2)} over eth0: {reason}"

@@ -17,9 +17,9 @@ from laptop import assert_same_weights, bare_environment, numbers, weights
 from cluster.testbed import TestBed
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
-from raypp.observe.reader import RunReader
+from raypp.job.job import Job
 from raypp.ports import free_port
-from raypp.spec.job import Job
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -51,17 +51,17 @@ def settings(name: str, folder: Path) -> list[str]:
 def trained(job: Path, words: list[str], ranks: int, address: str, start: Callable[..., subprocess.Popen[Any]]) -> None:
     """Runs all ranks of a job, which meet at an address. `start` takes number, command,
     environment."""
-    command = [sys.executable, "-m", "raypp.train", "--job", str(job)]
+    command = [sys.executable, "-m", "raypp.rank", "--job", str(job)]
     command += [word for setting in words for word in ("--set", setting)]
     port = str(PORT if address != "127.0.0.1" else free_port())
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     started = [start(rank, command, shared | {"RANK": str(rank)}) for rank in range(ranks)]
     try:
-        told = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
+        said = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * ranks, "\n".join(told)
+    assert [process.returncode for process in started] == [0] * ranks, "\n".join(said)
 
 
 @pytest.mark.parametrize("name", GOALS)

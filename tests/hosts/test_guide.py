@@ -163,16 +163,16 @@ def test_the_guide_leads_from_two_bare_machines_to_a_finished_run(machines: list
     a.type(user)
 
     (examine,) = (block for block in _blocks(6) if block.startswith("raypp doctor"))
-    told = a.type(examine, 600)
-    assert a.network.address(0) in told and a.network.address(1) in told
-    assert "rights" in told and "all" in told
+    said = a.type(examine, 600)
+    assert a.network.address(0) in said and a.network.address(1) in said
+    assert "rights" in said and "all" in said
     assert "links" in a.type("raypp plan jobs/quickstart.yaml --links links.json; rm links.json")
 
     submit, look_on = _blocks(7)
-    told = a.type(submit.rstrip() + " --set train.steps=6", 900)
+    said = a.type(submit.rstrip() + " --set train.steps=6", 900)
     for host, shell in enumerate(machines):
-        assert f"on {shell.network.address(host)}" in told, told
-    assert "succeeded" in told
+        assert f"on {shell.network.address(host)}" in said, said
+    assert "succeeded" in said
     for line in look_on.splitlines():
         a.type(line.partition("#")[0].replace("--watch", "").replace("--follow", ""))
 
@@ -186,9 +186,9 @@ def test_raypp_submit_may_itself_be_a_ray_job(machines: list[Shell]) -> None:
         "127.0.0.1", a.network.address(0)
     )
     options = "--set name=second --set checkpoint.url=s3://raypp/runs --set train.steps=4"
-    told = b.type(
+    said = b.type(
         f"ray job submit --address http://192.168.1.10:8265 --runtime-env-json '{{\"env_vars\": {{{environment}}}}}' "
         f"-- {entrypoint} {options}",
         900,
     )
-    assert "succeeded" in told
+    assert "succeeded" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from beds import bare_bed
 
-from raypp.observe.reader import RunReader
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 _ADDRESSES = ("fd77::10", "fd77::11")
@@ -44,7 +44,7 @@ def test_a_pipeline_over_two_hosts_without_ipv4_is_the_same_with_ray_and_torchru
         on(0, f"{ours} submit {_JOB.format('ray', tmp_path)}")
         torchrun = f"{bin_folder}/torchrun --nnodes 2 --master-addr {_ADDRESSES[0]} --master-port 29511 --local-addr"
         ranks = [
-            bed.popen(host, ["sh", "-c", f"{torchrun} {address} --node-rank {host} -m raypp.train --job {job}"])
+            bed.popen(host, ["sh", "-c", f"{torchrun} {address} --node-rank {host} -m raypp.rank --job {job}"])
             for host, address in enumerate(_ADDRESSES)
         ]
         assert [rank.wait() for rank in ranks] == [0, 0]

@@ -18,7 +18,7 @@ from programs import run_python
 from slurm_bed import SlurmBed, why_no_slurm
 
 from cluster.testbed import TestBed
-from raypp.observe.reader import RunReader
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def test_what_cannot_run_is_refused_before_ray_starts(
 @pytest.mark.gate
 def test_a_node_with_another_python_or_ray_names_itself_and_both_environments() -> None:
     words = ("--join=127.0.0.1:1", "--expect=python 3.99.0, ray 2.0.0")
-    done = run_python("-m", "raypp.clusters.slurm", *words, code=2, stdin=subprocess.DEVNULL)
+    done = run_python("-m", "raypp.control.clusters.slurm", *words, code=2, stdin=subprocess.DEVNULL)
     own = f"python {platform.python_version()}, ray {metadata.version('ray')}"
     expected = f"{socket.gethostname()} has {own}, but the first node has python 3.99.0, ray 2.0.0"
     assert done.stderr.strip() == expected

@@ -19,7 +19,7 @@ def _places(run: Run) -> dict[str, str]:
 def test_the_pipeline_crosses_hosts_and_fsdp_stays_inside_one(office: Office, one_host: Run) -> None:
     assert len(set(_places(one_host).values())) == 1
     run = office.start(office.two_host_job("two-hosts"), "--json")
-    assert run.wait(600) == 0, run.told()
+    assert run.wait(600) == 0, run.describe()
     answer = json.loads(run.out.splitlines()[-1])
     assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", STEPS, 0)
     places = _places(run)

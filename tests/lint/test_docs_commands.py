@@ -23,8 +23,8 @@ import yaml
 from markdown_pages import REPOSITORY, Block, blocks, guides, lines
 
 from raypp.cli.main import COMMANDS, cli, run
+from raypp.job.job import Job
 from raypp.registry import load_object
-from raypp.spec.job import Job
 
 WITHOUT_A_CLUSTER = ("plan", "init", "explain", "schema", "list-kinds", "data")
 HOME = "/home/you"
@@ -70,12 +70,12 @@ def of_kind(*languages: str) -> list[tuple[str, Block]]:
 def test_a_job_of_a_page_passes_the_checks(folder: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
     wrong, job = [], folder() / "block.yaml"
     for where, block in of_kind("yaml"):
-        told = yaml.safe_load(block.text)
-        if not isinstance(told, dict) or not set(told) <= set(Job.model_fields):
+        reported = yaml.safe_load(block.text)
+        if not isinstance(reported, dict) or not set(reported) <= set(Job.model_fields):
             wrong.append(f"{where} is no part of a job")
             continue
-        whole = {"name", "model"} <= set(told)
-        job.write_text(block.text if whole else yaml.safe_dump(_over(yaml.safe_load(BASE), told)))
+        whole = {"name", "model"} <= set(reported)
+        job.write_text(block.text if whole else yaml.safe_dump(_over(yaml.safe_load(BASE), reported)))
         code, said = run(["plan", str(job), "--json"]), capsys.readouterr().err
         if code:
             wrong.append(f"{where} {said}")
@@ -103,16 +103,16 @@ def test_a_session_of_a_page_comes_out_as_it_stands_there(
             arguments = shlex.split(command, comments=True)
             assert arguments[0] == "raypp" and arguments[1] in WITHOUT_A_CLUSTER, f"{where} {command}: cannot run here"
             run(arguments[1:])
-            told = capsys.readouterr()
-            text = (told.out + told.err).replace(str(REPOSITORY), HOME).replace(str(place), HOME)
+            reported = capsys.readouterr()
+            text = (reported.out + reported.err).replace(str(REPOSITORY), HOME).replace(str(place), HOME)
             if missing := _not_in_order(shown, text):
                 wrong.append(f"{where} {command}\nnot there, or not in this order: {missing}\nwhat came out:\n{text}")
     assert not wrong, "\n".join(wrong)
 
 
-def _not_in_order(shown: str, told: str) -> str | None:
+def _not_in_order(shown: str, reported: str) -> str | None:
     """Returns the first line that should have come out, after those before it, and did not."""
-    ahead = [" ".join(line.split()) for line in told.splitlines()]
+    ahead = [" ".join(line.split()) for line in reported.splitlines()]
     for line in shown.splitlines():
         words = " ".join(line.split())
         if words in ("", "…"):
@@ -165,8 +165,8 @@ def test_commands_and_options_that_a_page_names_are_there() -> None:
         options, below = _options(words[1], words[2:])
         if below and len(words) > 2 and re.fullmatch(r"[a-z]+", words[2]) and words[2] not in below:
             wrong.append(f"{where} raypp {words[1]} has no {words[2]}")
-        told = re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", " ".join(words[2:]))
-        wrong += [f"{where} raypp {words[1]} has no {one}" for one in told if one not in options | general]
+        reported = re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", " ".join(words[2:]))
+        wrong += [f"{where} raypp {words[1]} has no {one}" for one in reported if one not in options | general]
     assert not wrong
 
 

@@ -8,29 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
-_OF_TRAIN = (
-    "adamw",
-    "bf16_weights",
-    "evaluate",
-    "muon",
-    "nonfinite",
-    "optimizer",
-    "optimizer_offload",
-    "quantised_moments",
-    "reduce",
-    "sample",
-    "sgd",
-    "step",
-    "stragglers",
-    "tune_lookahead",
-    "warm_up",
-)
+FOLDERS = ("raypp/stages/models", "raypp/stages/parallel", "raypp/stages/pipeline")
+_OF_RANK = (
+    "adamw", "bf16_weights", "evaluate", "muon", "nonfinite", "optimizer", "optimizer_offload", "quantised_moments",
+    "reduce", "sample", "sgd", "step", "stragglers", "tune_lookahead", "warm_up",
+)  # fmt: skip
 FILES = (
-    *(f"raypp/train/{name}.py" for name in _OF_TRAIN),
-    "raypp/checkpoint/snapshot.py",
-    "raypp/memory/rank_slots.py",
-    "raypp/memory/tier.py",
+    *(str(path.relative_to(ROOT)) for name in _OF_RANK for path in (ROOT / "raypp/rank").rglob(f"{name}.py")),
+    "raypp/state/checkpoint/snapshot.py",
+    "raypp/state/memory/rank_slots.py",
+    "raypp/state/memory/tier.py",
 )
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
@@ -39,43 +26,44 @@ _SAVER = "a thread that waits for the copy of a snapshot, not the one that compu
 _OUTER = "an outer step, every so many steps: what replicas agree on is in host memory"
 _DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
 ALLOWED = {
-    ("raypp.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
-    ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
-    ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
-    ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
-    ("raypp.pipeline.decode.next_tokens", "numpy"): _DECODE,
-    ("raypp.pipeline.decode.next_tokens", "tolist"): _DECODE,
-    ("raypp.train.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
-    ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
+    ("raypp.stages.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
+    ("raypp.stages.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
+    ("raypp.stages.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
+    ("raypp.stages.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
+    ("raypp.stages.pipeline.decode.next_tokens", "numpy"): _DECODE,
+    ("raypp.stages.pipeline.decode.next_tokens", "tolist"): _DECODE,
+    ("raypp.rank.step.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
+    ("raypp.rank.optimizers.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     (
-        "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
+        "raypp.rank.optimizers.optimizer_offload.OffloadedOptimizer.to_host",
         "cpu",
     ): "loads a checkpoint, before the first step of an attempt",
-    ("raypp.train.nonfinite.FiniteGuard._symptoms", "tolist"): _HOST + ", of a step that is not finite",
-    ("raypp.train.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
-    ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
-    ("raypp.checkpoint.snapshot.SnapshotBuffer._copy.rest", "synchronize"): _SAVER,
-    ("raypp.checkpoint.snapshot._Copy.wait", "synchronize"): _SAVER,
-    ("raypp.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
-    ("raypp.parallel.outer_sync.OuterSync._receive", "cpu"): _OUTER,
-    ("raypp.parallel.host_copies.await_on_host", "synchronize"): _OUTER,
-    ("raypp.parallel.outer_sync.OuterSync._of_all", "tolist"): _OUTER,
-    ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
-    ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
-    ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
-    ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
-    ("raypp.models.attention._attend", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.context.ulysses_attention", "repeat_interleave"): _COUNT,
+    ("raypp.rank.step.nonfinite.FiniteGuard._symptoms", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.rank.step.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.state.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
+    ("raypp.state.checkpoint.snapshot.SnapshotBuffer._copy.rest", "synchronize"): _SAVER,
+    ("raypp.state.checkpoint.snapshot._Copy.wait", "synchronize"): _SAVER,
+    ("raypp.stages.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
+    ("raypp.stages.parallel.outer_sync.OuterSync._receive", "cpu"): _OUTER,
+    ("raypp.stages.parallel.host_copies.await_on_host", "synchronize"): _OUTER,
+    ("raypp.stages.parallel.outer_sync.OuterSync._of_all", "tolist"): _OUTER,
+    ("raypp.stages.pipeline.agreement.unpack", "tolist"): _HOST,
+    ("raypp.stages.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
+    ("raypp.stages.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
+    ("raypp.stages.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
+    ("raypp.stages.models.attention._attend", "repeat_interleave"): _COUNT,
+    ("raypp.stages.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
+    ("raypp.stages.parallel.context.ulysses_attention", "repeat_interleave"): _COUNT,
     (
-        "raypp.models.experts.ExpertStacks.forward",
+        "raypp.stages.models.experts.ExpertStacks.forward",
         "tolist",
     ): "the loop of the reference: one read per layer and forward",
-    ("raypp.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST + "; when a stage is built",
-    ("raypp.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
-    ("raypp.parallel.expert._Counts.sizes", "tolist"): _HOST + ", after the wait below",
+    ("raypp.stages.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST
+    + "; when a stage is built",
+    ("raypp.stages.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
+    ("raypp.stages.parallel.expert._Counts.sizes", "tolist"): _HOST + ", after the wait below",
     (
-        "raypp.parallel.expert._Counts.sizes",
+        "raypp.stages.parallel.expert._Counts.sizes",
         "synchronize",
     ): "NCCL takes the sizes of an exchange from the host: one wait per layer and forward, behind queued work",
 }
@@ -103,11 +91,8 @@ class Wait(NamedTuple):
 
 
 def host_waits(module: str, text: str) -> list[Wait]:
-    """Returns the places of a file that wait, as far as its text shows.
-
-    It cannot see `int(tensor)`, `if tensor:` and copies by `.to`:
-    `tests/ranks/test_no_host_sync.py` does.
-    """
+    """Returns the places of a file that wait, as far as its text shows. It cannot see
+    `int(tensor)`, `if tensor:` and copies by `.to`: `tests/ranks/test_no_host_sync.py` does."""
     return sorted(_within(ast.parse(text), module))
 
 
@@ -190,5 +175,5 @@ def test_planted_waits_are_found() -> None:
         ("x[label_mask]", "mask"),
     ]
     for text, what in planted:
-        waits = host_waits("raypp.models.planted", f"class A:\n    def f(self, x, n):\n        return {text}")
-        assert [(wait.where, wait.what, wait.line) for wait in waits] == [("raypp.models.planted.A.f", what, 3)]
+        waits = host_waits("raypp.stages.models.planted", f"class A:\n    def f(self, x, n):\n        return {text}")
+        assert [(wait.where, wait.what, wait.line) for wait in waits] == [("raypp.stages.models.planted.A.f", what, 3)]

@@ -35,12 +35,10 @@ Key = tuple[int, str]
 
 
 def clock_asserts(source: Source) -> list[int]:
-    """Returns the lines of asserts about a measured time.
-
-    A difference of readings of a clock is one, also behind a name, an attribute, a list or a
-    function of the same file. So is a reading compared with another one and a margin, unless a loop
-    waits there. Comparing with 0 is allowed.
-    """
+    """Returns the lines of asserts about a measured time. A difference of readings of a clock is
+    one, also behind a name, an attribute, a list or a function of the same file. So is a reading
+    compared with another one and a margin, unless a loop waits there. Comparing with 0 is
+    allowed."""
     return sorted(_Clocks(source).asserts())
 
 

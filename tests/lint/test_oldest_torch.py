@@ -44,10 +44,7 @@ def test_no_name_is_newer_than_the_oldest_supported_torch() -> None:
 def test_planted_names_are_found() -> None:
     planted = [
         ("import torch.distributed as dist\ndist.all_gather_single()", "torch.distributed.all_gather_single"),
-        (
-            "from torch.nn.functional import linear_cross_entropy",
-            "torch.nn.functional.linear_cross_entropy",
-        ),
+        ("from torch.nn.functional import linear_cross_entropy", "torch.nn.functional.linear_cross_entropy"),
         (
             "from torch.nn.attention.varlen import varlen_attn\nvarlen_attn(enable_gqa=True)",
             "torch.nn.attention.varlen.varlen_attn(enable_gqa)",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from markdown_pages import REPOSITORY
 
-from raypp.checkpoint.compatibility import check_resume
+from raypp.control.recovery.hang_analysis import Blame, RankActivity, find_culprit
+from raypp.job.job_file import load_job
+from raypp.job.load import job_document
 from raypp.records import Coordinates
-from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
-from raypp.spec.job_file import load_job
-from raypp.spec.load import job_document
+from raypp.state.checkpoint.compatibility import check_resume
 
 PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
 

@@ -39,6 +39,7 @@ def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
     assert ["part", "make", "test"] in words
     with_gate = [line for line in words if "GATE=1" in line]
     assert {word for line in with_gate for word in line if word.startswith("test-")} == {
-        "test-unit", "test-ranks", "test-s3", "test-ray", "test-e2e"
+        "test-ranks", "test-s3", "test-ray", "test-e2e", "test-faults"
     }  # fmt: skip
-    assert 'E2E="tests/e2e tests/chaos tests/hosts/test_slurm.py"' in (TESTS.parent / ".ci/run").read_text()
+    assert 'RANKS="tests/unit tests/processes tests/ranks tests/gpu"' in (TESTS.parent / ".ci/run").read_text()
+    assert 'FAULTS="tests/chaos tests/hosts/test_slurm.py"' in (TESTS.parent / ".ci/run").read_text()

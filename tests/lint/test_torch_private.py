@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch_names import Source, private_uses, read_sources
 
-from raypp.pipeline.planned_stage import PlannedStage
+from raypp.stages.pipeline.planned_stage import PlannedStage
 
 ROOT = Path(__file__).parents[2]
 HOME = "raypp.torch_private"
@@ -18,12 +18,12 @@ def project() -> list[Source]:
     return read_sources(ROOT, ("raypp", "tests", "benchmarks", "cluster"))
 
 
-def uses_in(text: str, module: str = "raypp.pipeline.planted") -> list[str]:
+def uses_in(text: str, module: str = "raypp.stages.pipeline.planted") -> list[str]:
     return [use.name for use in private_uses(Source.of(module, text), project())]
 
 
 def test_no_other_file_names_a_private_name_of_torch() -> None:
-    assert {source.module for source in project()} >= {HOME, "raypp.pipeline.runtime", "benchmarks.run"}
+    assert {source.module for source in project()} >= {HOME, "raypp.stages.pipeline.runtime", "benchmarks.run"}
     found = [
         f"{source.module}, line {use.line}: {use.name}"
         for source in project()

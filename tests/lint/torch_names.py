@@ -91,7 +91,6 @@ def private_uses(source: Source, project: list[Source]) -> list[Use]:
     """Returns the places where a file uses a private name of torch.
 
     Args:
-        source: The file.
         project: All files. A private attribute that one of them defines belongs to the project;
             code in the package itself may use only those of its own file.
     """

@@ -90,8 +90,8 @@ def main(
             result = _try(copy, fault, tests, unit, not_unit, marks, limit)
             with out.open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
-            told = f"killed by {result.killed_by}" if result.killed_by else "SURVIVED"
-            print(f"{fault.name}: {told}, {result.seconds:.0f} s", flush=True)
+            reported = f"killed by {result.killed_by}" if result.killed_by else "SURVIVED"
+            print(f"{fault.name}: {reported}, {result.seconds:.0f} s", flush=True)
             left += [] if result.killed_by else [fault.name]
     print(f"{len(chosen) - len(left)} of {len(chosen)} faults found; survived: {', '.join(left) or 'none'}")
     sys.exit(bool(left))

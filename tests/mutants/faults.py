@@ -9,11 +9,11 @@ MEETS = {
         ["tests/unit/control/test_machine.py"],
         ["tests/ray/test_controller.py", "tests/ray/test_unled_ends.py", "tests/e2e/test_stop_and_resume.py"],
     ),
-    "raypp/checkpoint/commit.py": (
+    "raypp/state/checkpoint/commit.py": (
         ["tests/unit/checkpoint/test_commit_protocol.py", "tests/unit/hostile/test_run_documents.py"],
         ["tests/s3/test_attempts_race.py", "tests/s3/test_conditional_writes.py", "tests/ranks/test_last_saves.py"],
     ),
-    "raypp/pipeline/agreement.py": (
+    "raypp/stages/pipeline/agreement.py": (
         ["tests/unit/pipeline/test_agreement.py"],
         [
             "tests/ranks/test_plan_mismatch.py",
@@ -22,7 +22,7 @@ MEETS = {
             "tests/ranks/test_memory_tier.py",
         ],
     ),
-    "raypp/pipeline/runtime.py": (
+    "raypp/stages/pipeline/runtime.py": (
         ["tests/unit/pipeline/test_runtime.py"],
         [
             "tests/ranks/test_mesh_does_not_change_numbers.py",
@@ -35,17 +35,20 @@ MEETS = {
             "tests/ranks/test_activation_offload.py",
         ],
     ),
-    "raypp/schedules/posting.py": (
+    "raypp/planning/schedules/posting.py": (
         ["tests/unit/schedules/test_communication.py"],
         ["tests/ranks/test_waiting_for_all_posted.py", "tests/ranks/test_waiting_sends.py"],
     ),
-    "raypp/schedules/waiting.py": (["tests/unit/schedules/test_waiting.py"], ["tests/ranks/test_waiting_sends.py"]),
-    "raypp/recovery/": (
-        ["tests/unit/recovery"],
-        ["tests/processes/test_failure_recipes.py", "tests/ray/test_failures_told_apart.py"],
+    "raypp/planning/schedules/waiting.py": (
+        ["tests/unit/schedules/test_waiting.py"],
+        ["tests/ranks/test_waiting_sends.py"],
     ),
-    "raypp/mesh/shapes.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
-    "raypp/parallel/apply.py": (
+    "raypp/control/recovery/": (
+        ["tests/unit/recovery"],
+        ["tests/processes/test_failure_recipes.py", "tests/ray/test_causes_of_failures.py"],
+    ),
+    "raypp/planning/shapes.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
+    "raypp/stages/parallel/apply.py": (
         ["tests/unit/parallel/test_prepared_stages.py"],
         [
             "tests/ranks/test_mesh_does_not_change_numbers.py",
@@ -55,7 +58,7 @@ MEETS = {
             "tests/ranks/test_experts.py",
         ],
     ),
-    "raypp/data/loader.py": (
+    "raypp/rank/data/loader.py": (
         ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py", "tests/unit/data/test_chat_source.py"],
         ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
     ),
@@ -84,18 +87,18 @@ class Fault:
 
 
 _MACHINE = "raypp/control/machine.py"
-_COMMIT = "raypp/checkpoint/commit.py"
-_AGREE = "raypp/pipeline/agreement.py"
-_RUNTIME = "raypp/pipeline/runtime.py"
-_POSTING = "raypp/schedules/posting.py"
-_WAITING = "raypp/schedules/waiting.py"
-_DEFAULT = "raypp/recovery/policies/default.py"
-_POLICY = "raypp/recovery/policy.py"
-_DEATH = "raypp/recovery/cause_of_death.py"
-_SHAPE = "raypp/mesh/shapes.py"
-_HANG = "raypp/recovery/hang_analysis.py"
-_APPLY = "raypp/parallel/apply.py"
-_LOADER = "raypp/data/loader.py"
+_COMMIT = "raypp/state/checkpoint/commit.py"
+_AGREE = "raypp/stages/pipeline/agreement.py"
+_RUNTIME = "raypp/stages/pipeline/runtime.py"
+_POSTING = "raypp/planning/schedules/posting.py"
+_WAITING = "raypp/planning/schedules/waiting.py"
+_DEFAULT = "raypp/control/recovery/policies/default.py"
+_POLICY = "raypp/control/recovery/policy.py"
+_DEATH = "raypp/control/recovery/cause_of_death.py"
+_SHAPE = "raypp/planning/shapes.py"
+_HANG = "raypp/control/recovery/hang_analysis.py"
+_APPLY = "raypp/stages/parallel/apply.py"
+_LOADER = "raypp/rank/data/loader.py"
 
 FAULTS = [
     # The state machine.
@@ -579,14 +582,14 @@ FAULTS = [
     # The loader.
     Fault(
         "loader-everyone-reads-the-first-share", _LOADER,
-        "mine = step[self.replica * self.rows : (self.replica + 1) * self.rows]",
-        "mine = step[: self.rows]",
+        "share = step[self.replica * self.rows : (self.replica + 1) * self.rows]",
+        "share = step[: self.rows]",
         "all replicas train on the same rows",
     ),
     Fault(
         "loader-cursor-of-the-first-row", _LOADER,
-        "yield share.microbatched(own), step[-1][1]",
-        "yield share.microbatched(own), step[0][1]",
+        "yield share.microbatched(documents), step[-1][1]",
+        "yield share.microbatched(documents), step[0][1]",
         "a resumed run repeats rows",
     ),
     Fault(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
-from raypp.planning.memory import memory_of_ranks
-from raypp.spec.load import parse_job
-from raypp.train.device_check import Card, device_problems, memory_taken
-from raypp.train.device_memory import changes_that_fit, planned
-from raypp.train.own_seat import local_seat
+from raypp.planning.memory import rank_memories
+from raypp.rank.device_check import Card, device_problems, memory_taken
+from raypp.rank.joining.device_memory import changes_that_fit, planned
+from raypp.rank.own_seat import local_seat
 
 GIB = 1 << 30
 LARGE = parse_job(
@@ -27,7 +27,8 @@ SEAT = local_seat(0, 2, 1, LARGE, device="cuda")
 
 
 def test_a_job_that_does_not_fit_is_refused_with_changes_that_do() -> None:
-    (problem,) = device_problems(LARGE, SEAT, 2, SMALL, needs=memory_of_ranks(LARGE))
+    needs = [memory.total for memory in rank_memories(LARGE)]
+    (problem,) = device_problems(LARGE, SEAT, 2, SMALL, needs=needs)
     assert problem.fault.startswith("rank 0 on localhost, NVIDIA RTX 3080: a device has 8 GiB; ranks are planned")
     assert "pp0 " in problem.fault and problem.fix.startswith("fits by plan: --set ")
 

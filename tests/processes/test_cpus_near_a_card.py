@@ -13,12 +13,12 @@ _RANK = """
 import functools, json, os, sys, threading
 from pathlib import Path
 import torch
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Facts
-from raypp.train import assemble
-from raypp.train.device_check import Card
-from raypp.train.own_seat import local_seat
+from raypp.rank import assemble
+from raypp.rank.device_check import Card
+from raypp.rank.own_seat import local_seat
 
 assemble.bind_near = functools.partial(assemble.bind_near, devices=Path(sys.argv[1]))
 assemble.check_device = lambda decision, seat: Card("H100", (9, 0), 80 << 30, "0000:1b:00.0")

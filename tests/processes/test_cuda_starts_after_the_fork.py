@@ -45,7 +45,7 @@ int cuGetProcAddress_v2(const char *name, void **found, int of, unsigned long fl
 
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is no CUDA build: it loads no driver")
-_ASK = "from raypp.train.device_check import why_no_card; print(why_no_card())"
+_ASK = "from raypp.rank.device_check import why_no_card; print(why_no_card())"
 
 
 def with_driver(folder: Path, version: int) -> dict[str, str]:

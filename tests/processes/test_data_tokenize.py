@@ -16,11 +16,12 @@ import pytest
 import yaml
 from programs import run_python
 
-from raypp.data.loader import open_loader
-from raypp.data.sources import open_documents
-from raypp.spec.job import Job
-from raypp.spec.job_file import load_job
+from raypp.job.job import Job
+from raypp.job.job_file import load_job
+from raypp.rank.data.loader import open_loader
+from raypp.rank.data.sources import open_documents
 
+DOCUMENTS = 110_000
 JOB = """
 name: shards
 model: {vocab_size: 320}
@@ -31,9 +32,6 @@ data: {kind: text, path: source.txt}
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.yaml").write_text(JOB)
-    with (tmp_path / "source.txt").open("w") as file:
-        for number in range(450_000):
-            file.write(f"paragraph {number} of a text that takes a while to tokenise, in a process or in several\n\n")
     monkeypatch.setenv("RAYPP_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path
 
@@ -55,22 +53,25 @@ def rows(kind: str, path: Path) -> list[Any]:
 
 @pytest.mark.gate
 def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
+    with (room / "source.txt").open("w") as file:  # enough for three shards
+        words = "of a text that takes a while to tokenise, in a process or in several, " * 6
+        file.writelines(f"paragraph {number} {words}\n\n" for number in range(DOCUMENTS))
     first = command(room)
     deadline = time.monotonic() + 120
     while not (room / "out" / "shard-000000.json").exists():
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()
-        time.sleep(0.05)
+        time.sleep(0.02)
     helpers = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     assert not (room / "out" / "tokens.json").exists()
     assert not psutil.wait_procs(helpers, timeout=60)[1]
     second = command(room, "--json")
-    said, told = second.communicate(timeout=240)
-    assert second.returncode == 0, told
-    assert "keeps " in told and " finished shard" in told
+    said, reported = second.communicate(timeout=240)
+    assert second.returncode == 0, reported
+    assert "keeps " in reported and " finished shard" in reported
     (made,) = json.loads(said)["outputs"]
-    assert made["documents"] == 450_000
+    assert made["documents"] == DOCUMENTS
     assert rows("tokens", room / "out") == rows("text", room / "source.txt")
 
 
@@ -89,8 +90,8 @@ data:
   parts: [{kind: chat, path: chat.jsonl}, {kind: text, path: few.txt, name: words, weight: 0.1}, {kind: synthetic}]
 """)
     running = command(room)
-    said, told = running.communicate(timeout=240)
-    assert running.returncode == 0, told
+    said, reported = running.communicate(timeout=240)
+    assert running.returncode == 0, reported
     assert said.startswith("chat: 3,000 documents") and "\nwords: 2 documents" in said
     section = yaml.safe_load(said.partition("with this section:\n")[2])["data"]
     assert [part["kind"] for part in section["parts"]] == ["tokens", "tokens", "synthetic"]
@@ -101,16 +102,16 @@ data:
     )
     (room / "chat.jsonl").write_text('{"messages": 3}\n' * 1999 + "no JSON\n")
     running = command(room, "--out", "other")
-    _, told = running.communicate(timeout=240)
-    assert running.returncode == 2 and "chat.jsonl:1: " in told and "1,997 more rows cannot be used" in told
+    _, reported = running.communicate(timeout=240)
+    assert running.returncode == 2 and "chat.jsonl:1: " in reported and "1,997 more rows cannot be used" in reported
 
 
 def test_an_error_of_another_process_names_the_place(room: Path) -> None:
     (room / "job.yaml").write_text(JOB.replace("kind: text", "kind: jsonl").replace("source.txt", "lines.jsonl"))
     (room / "lines.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
     running = command(room)
-    _, told = running.communicate(timeout=120)
-    assert running.returncode == 2 and "lines.jsonl:2 is a document without a token" in told
+    _, reported = running.communicate(timeout=120)
+    assert running.returncode == 2 and "lines.jsonl:2 is a document without a token" in reported
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ from raypp.cli.main import run
 from raypp.control import machine as m
 from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure
-from raypp.recovery.policy import policy_of
-from raypp.spec.job import RecoverySection
+from raypp.control.recovery.policy import policy_of
+from raypp.job.job import RecoverySection
 
 assert run(["list-kinds", "recovery.policy", "--json"]) == 0
 assert run(["plan", "jobs/quickstart.yaml", "--set", "recovery.policy=patient", "--json"]) == 0
@@ -64,15 +64,15 @@ assert pytest.main([*contract, "patient"]) == 0
 
 
 def test_a_policy_is_one_file_that_the_job_file_and_the_contract_tests_find(copy: Path) -> None:
-    (copy / "raypp" / "recovery" / "policies" / "patient.py").write_text(code_of("A failure policy"))
-    told = in_the_copy(copy, LED_BY_PATIENT)
-    assert '"name": "patient"' in told and '"summary": "wait a minute before each restart"' in told
+    (copy / "raypp" / "control" / "recovery" / "policies" / "patient.py").write_text(code_of("A failure policy"))
+    reported = in_the_copy(copy, LED_BY_PATIENT)
+    assert '"name": "patient"' in reported and '"summary": "wait a minute before each restart"' in reported
     tests = (copy / CONTRACT).read_text().count("\n@policies\n")
-    passed = {line.partition("[")[0] for line in told.splitlines() if line.startswith("PASSED")}
+    passed = {line.partition("[")[0] for line in reported.splitlines() if line.startswith("PASSED")}
     assert tests and len(passed) == tests
 
 
-def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy_is_told(
+def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = "policies_of_ours"
@@ -91,8 +91,8 @@ def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy
     ):
         capsys.readouterr()
         assert run([*plan, f"recovery.policy={name}"]) == 2
-        told = capsys.readouterr().err
-        assert f"--set recovery.policy={name}: {words}" in told and told.count("recovery.policy=") == 1
+        reported = capsys.readouterr().err
+        assert f"--set recovery.policy={name}: {words}" in reported and reported.count("recovery.policy=") == 1
 
 
 RAISED_IN_A_RANK = """
@@ -118,8 +118,8 @@ def test_a_kind_of_failure_is_one_line_that_the_contract_tests_find(copy: Path) 
     text = kinds.read_text()
     line = next(line for line in text.splitlines() if line.startswith("    UNKNOWN = "))
     kinds.write_text(text.replace(line, code_of("A failure kind") + line))
-    told = in_the_copy(copy, RAISED_IN_A_RANK)
+    reported = in_the_copy(copy, RAISED_IN_A_RANK)
     passed = {
-        line.partition("[")[0] for line in told.splitlines() if line.startswith("PASSED") and "overheated" in line
+        line.partition("[")[0] for line in reported.splitlines() if line.startswith("PASSED") and "overheated" in line
     }
     assert len(passed) == 4

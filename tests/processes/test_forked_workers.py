@@ -27,7 +27,7 @@ SCRIPT = """
 import json, os, pathlib, sys, threading, time
 found = {
     "argv": sys.argv, "path": sys.path, "environment": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid(),
-    "imported": [name for name in ("torch", "ray", "raypp.train.rank") if name in sys.modules],
+    "imported": [name for name in ("torch", "ray", "raypp.rank.rank") if name in sys.modules],
     "group": os.getpgid(0), "threads": threading.active_count(), "main": __name__,
 }
 target = pathlib.Path(sys.argv[1])
@@ -97,7 +97,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     found = node.worker("first", OF_ITS_OWN="1")
     assert found["argv"] == ["worker.py", "first", "0.0"]
-    assert found["imported"] == ["torch", "ray", "raypp.train.rank"]
+    assert found["imported"] == ["torch", "ray", "raypp.rank.rank"]
     assert found["environment"]["OF_ITS_OWN"] == "1"
     assert found["environment"]["RAY_JOB_ID"] == "01000000"
     assert found["cwd"] == str(node.folder)
@@ -135,7 +135,7 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
 def test_snapshots_in_memory_are_kept_while_the_raylet_lives(node: Node) -> None:
     """The server may end before the next attempt: it leaves without workers."""
     (node.folder / "worker.py").write_text(
-        "import json, pathlib, sys; from raypp.memory.files import keeper\n"
+        "import json, pathlib, sys; from raypp.state.memory.files import keeper\n"
         "pathlib.Path(sys.argv[1]).write_text(json.dumps({'keeper': keeper()}))"
     )
     pid, started = node.worker("first")["keeper"]
@@ -154,7 +154,7 @@ def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
             starter.kill()
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None:
     """And its arguments, exit code and streams are those of any interpreter."""
     program = "import sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site); sys.exit(7)"
@@ -165,7 +165,7 @@ def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None
         assert done.stdout == "['save', 'x y'] 0 0\n"
         until("a server listens", (node.folder / SOCKET).exists)
     assert len(node.servers()) == 1
-    assert node.worker("first")["imported"] == ["torch", "ray", "raypp.train.rank"]
+    assert node.worker("first")["imported"] == ["torch", "ray", "raypp.rank.rank"]
 
 
 @pytest.mark.slow
@@ -209,27 +209,28 @@ def _waits_on_a_socket(pid: int) -> bool:
     )
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_a_server_that_cannot_fork_goes_on_and_the_worker_imports_everything_itself(node: Node) -> None:
     program = """
 import errno, os
 from raypp.control import fork_server
-fork, left = os.fork, [4]  # a client asks up to four times
+from raypp.control.fork_client import claim
+fork, left = os.fork, [11]  # a client asks eleven times
 def failing():
     if left[0]:
         left[0] -= 1
         raise BlockingIOError(errno.EAGAIN, "no more processes")
     return fork()
+lock, listener = claim()
 os.fork = failing
-fork_server.main()
+fork_server.main([lock, listener.detach()])
 """
-    (node.folder / FOLDER).mkdir(mode=0o700)
-    with (node.folder / LOG).open("w") as log:
+    with (node.folder / "log").open("w") as log:
         server = subprocess.Popen([sys.executable, "-c", program], cwd=node.folder, stderr=log)
     try:
         until("a server listens", (node.folder / SOCKET).exists)
         assert node.worker("first")["imported"] == []
-        assert "cannot start a process" in (node.folder / LOG).read_text()
+        assert "cannot start a process" in (node.folder / "log").read_text()
         later = node.worker("later", 300)
         assert later["imported"] and psutil.Process(later["pid"]).ppid() == server.pid
     finally:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from raypp.control import group_test
-from raypp.doctor.node import NodeProbe
+from raypp.control.recovery.flight_records import stuck_collectives
 from raypp.errors import RayppError
-from raypp.measure.group_check import _same
-from raypp.recovery.flight_records import stuck_collectives
+from raypp.tools.doctor.group_check import _same
+from raypp.tools.doctor.node import NodeProbe
 from raypp.torch_private import flight_record
 
 HERE = "127.0.0.1"
@@ -42,7 +42,7 @@ def test_a_group_that_does_not_meet_ends_at_the_limit(monkeypatch: pytest.Monkey
     assert str(tried(NodeProbe("ab" * 32), 1, 2)["error"]) == "hangs: no end within 5 s"
 
 
-def test_a_device_that_is_not_there_is_told() -> None:
+def test_a_device_that_is_not_there_is_reported() -> None:
     probe = NodeProbe("ab" * 32)
     answer = probe.try_group([(0, "cuda:93")], 1, 1, HERE, probe.free_port(HERE), HERE, "P2P")
     assert answer["error"] and answer["peer"] is False

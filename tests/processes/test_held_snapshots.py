@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import slice_of
-from raypp.memory.files import SlotName, keeper, open_locked, peek, remove_dead, remove_run
-from raypp.memory.slot import Slot
 from raypp.own_process import OwnProcess
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import slice_of
+from raypp.state.memory.files import SlotName, keeper, open_locked, peek, remove_dead, remove_run
+from raypp.state.memory.slot import Slot
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 
@@ -32,7 +32,7 @@ def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path)
     slot = sealed(tmp_path)
     path = slot.path
     slot.close()
-    code = "import sys,time; from pathlib import Path; from raypp.memory.files import open_locked\n"
+    code = "import sys,time; from pathlib import Path; from raypp.state.memory.files import open_locked\n"
     code += "print(open_locked(Path(sys.argv[1])) is not None, flush=True); time.sleep(60)"
     zombie = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:

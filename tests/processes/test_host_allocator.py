@@ -11,7 +11,7 @@ from programs import run_python
 PROGRAM = """
 import os, sys
 import torch
-from raypp.train.process_group import keep_freed_memory
+from raypp.rank.joining.process_group import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")

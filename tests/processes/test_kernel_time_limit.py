@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from raypp.measure.device_speed import kernel_time_limit
+from raypp.tools.doctor.device_speed import kernel_time_limit
 
 _DRIVER = """
 int cuInit(unsigned flags) { return ANSWER; }

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-from raypp.checkpoint.commit import claim_next_attempt
-from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.retention import find_leftovers, remove_leftovers
-from raypp.observe.reader import RunReader
+from raypp.state.checkpoint.commit import claim_next_attempt
+from raypp.state.checkpoint.layout import rank_key
+from raypp.state.checkpoint.retention import find_leftovers, remove_leftovers
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 _SLOW_WRITER = """
@@ -90,7 +90,7 @@ print("fine")
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_with_the_object_and_leaves_what_was_there_and_no_half(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_object_and_leaves_what_was_there_and_no_half(tmp_path: Path) -> None:
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
     try:
         allowed = run_program(*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path), code=None)
@@ -103,8 +103,8 @@ def test_a_full_disk_is_told_with_the_object_and_leaves_what_was_there_and_no_ha
 
 WRITER = """
 import sys
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.json_lines import LogLine
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.json_lines import LogLine
 from raypp.records import StepReport
 from raypp.storage import open_store
 recorder = RunRecorder(open_store(sys.argv[1]), "r", sys.argv[2], interval_s=0.005, part_bytes=3000)

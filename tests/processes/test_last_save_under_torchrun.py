@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
-from raypp.memory.files import DIRECTORY_VARIABLE
-from raypp.observe.reader import RunReader
 from raypp.ports import free_port
+from raypp.rank.fault_injection import VARIABLE
+from raypp.state.memory.files import DIRECTORY_VARIABLE
+from raypp.state.run_records.reader import RunReader
 from raypp.storage import open_store
-from raypp.train.fault_injection import VARIABLE
 
 END_S = 200
 
@@ -32,7 +32,7 @@ def test_the_process_fails_with_the_cause_and_a_second_start_saves(tmp_path: Pat
     def start(fault: str, code: int) -> subprocess.CompletedProcess[str]:
         here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         here |= {"MASTER_PORT": str(free_port()), VARIABLE: fault, DIRECTORY_VARIABLE: str(memory)}
-        command = ("-m", "raypp.train", "--job", str(tmp_path / "job.yaml"))
+        command = ("-m", "raypp.rank", "--job", str(tmp_path / "job.yaml"))
         return run_python(*command, code=code, env=os.environ | here, timeout=END_S)
 
     first = start("slow@forward:seconds=0.2; disk_full@upload", 1)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
-from raypp.observe.json_lines import LogLine
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
+from raypp.job.known_families import FAMILIES
 from raypp.records import Event, RunState, StepReport
-from raypp.spec.families import FAMILIES
+from raypp.state.run_records.json_lines import LogLine
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import open_store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,14 +58,14 @@ def test_the_commands_for_checkpoints_import_neither_torch_nor_ray() -> None:
 
 
 def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None:
-    parts = "storage.s3 clusters.seaweed checkpoint.commit checkpoint.ranged_reads checkpoint.retention "
-    parts += "checkpoint.compatibility checkpoint.run_spec checkpoint.layout"
-    names = ", ".join(f"raypp.{part}" for part in parts.split())
+    parts = "commit ranged_reads retention compatibility run_spec layout"
+    names = ", ".join(f"raypp.state.checkpoint.{part}" for part in parts.split())
+    names += ", raypp.storage.s3, raypp.control.clusters.seaweed"
     assert last_line(f"import sys, {names}; print('torch' in sys.modules, 'boto3' in sys.modules)") == "False False"
 
 
 def test_families_are_found_and_declared_without_torch() -> None:
-    code = "import sys; from raypp.spec.families import FAMILIES; print(*FAMILIES, 'torch' in sys.modules)"
+    code = "import sys; from raypp.job.known_families import FAMILIES; print(*FAMILIES, 'torch' in sys.modules)"
     assert last_line(code).split() == [*FAMILIES, "False"]
 
 

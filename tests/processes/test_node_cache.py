@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
-from raypp.data.node_cache import made_once
+from raypp.storage.node_cache import made_once
 
 
 def test_of_many_processes_one_makes_an_entry_and_all_see_it_whole(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_plan_without_the_data_says_what_the_source_needs(tree: Path) -> None:
 def test_the_search_tries_a_new_schedule(tree: Path) -> None:
     code = """
 from raypp.planning.search import _schedules
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
 print(list(_schedules(parse_job({"name": "a"}), 2, 8)))
 """
     done = python_in(tree, "-c", code)
@@ -60,10 +60,10 @@ print(list(_schedules(parse_job({"name": "a"}), 2, 8)))
 def test_kinds_are_known_without_an_import_of_their_files(tree: Path) -> None:
     code = """
 import sys
-from raypp.spec.availability import CHOICES
+from raypp.job.availability import CHOICES
 from raypp.kinds import STORES
 names = [choice.words() for choice in CHOICES.values()] + [STORES.names()]
-print(sorted({"torch", "numpy", "boto3", "ray", "raypp.schedules.pairs"} & set(sys.modules)), names)
+print(sorted({"torch", "numpy", "boto3", "ray", "raypp.planning.schedules.pairs"} & set(sys.modules)), names)
 """
     done = python_in(tree, "-c", code)
     assert done.stdout.startswith("[] "), done.stdout + done.stderr

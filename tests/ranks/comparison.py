@@ -17,7 +17,7 @@ import pytest
 import torch
 from training import Numbers
 
-from raypp.measure.parity import relative_error
+from raypp.tools.parity import relative_error
 
 WIDE = 1e-10
 """Bound on the relative error in fp64 after the steps of a test. Rounding is at most 1e-14, with
@@ -35,6 +35,7 @@ def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
     assert found["tokens"] == reference["tokens"]
     assert found["grad_norm"] == reference["grad_norm"]
     assert found["extras"] == reference["extras"]
+    assert found["flops"] == reference["flops"]
     for step, (ours, theirs) in enumerate(zip(found["gradients"], reference["gradients"], strict=True)):
         assert ours.keys() == theirs.keys()
         differing = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
@@ -58,6 +59,7 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: flo
     """Asserts that losses, norms and gradients of every step are within a relative error. Gradients
     are compared by their 2-norm."""
     assert found["tokens"] == reference["tokens"]
+    assert found["flops"] == pytest.approx(reference["flops"], rel=1e-12)
     assert found["loss"] == pytest.approx(reference["loss"], rel=relative, abs=0)
     assert found["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative, abs=0)
     for ours, theirs in zip(found["extras"], reference["extras"], strict=True):

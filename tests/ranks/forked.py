@@ -9,10 +9,10 @@ import comparison  # noqa: F401
 import harness
 import training  # noqa: F401
 
-import raypp.train.rank  # noqa: F401
-from raypp.schedules import one_f_one_b  # noqa: F401 - imported when a job names it
-from raypp.spec.load import parse_job
-from raypp.train import adamw, quantised_moments  # noqa: F401 - likewise
+import raypp.rank.rank  # noqa: F401
+from raypp.job.load import parse_job
+from raypp.planning.schedules import one_f_one_b  # noqa: F401 - imported when a job names it
+from raypp.rank.optimizers import adamw, quantised_moments  # noqa: F401 - likewise
 
 if harness.OWN_PATH in os.environ:
     os.environ["PYTHONPATH"] = os.environ.pop(harness.OWN_PATH)

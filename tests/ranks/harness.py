@@ -79,12 +79,7 @@ def _serve(connection: Any, rank: int, world: int, once: bool) -> None:
 
 
 class World:
-    """Processes that are ranks 0 to `size - 1` of what they run, one function after another.
-
-    Args:
-        size: Number of ranks.
-        once: They run one function, and each process ends with it, which its peers notice.
-    """
+    """Processes that are ranks 0 to `size - 1` of what they run, one function after another."""
 
     def __init__(self, size: int, once: bool = False) -> None:
         start_fork_server()
@@ -100,11 +95,8 @@ class World:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls `function(rank, size, port, *arguments)` on all ranks. Returns the results in rank
-        order.
-
-        Fails with the first rank's traceback when one raises, dies or takes longer than
-        `TIMEOUT_S`. The world is then closed.
-        """
+        order. Fails with the first rank's traceback when one raises, dies or takes longer than
+        `TIMEOUT_S`. The world is then closed."""
         port = ports.free_port()
         try:
             for pipe in self._pipes:
@@ -145,14 +137,7 @@ _living: dict[int, tuple[Any, World]] = {}
 
 def run_in_living(size: int, alike: Any, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Like `run_ranks`, in the processes of the call before of this size if that had an equal
-    `alike`. To start and end processes costs as much as a small job.
-
-    Args:
-        size: Number of ranks.
-        alike: What calls have in common that may share processes.
-        function: As for `run_ranks`.
-        arguments: Likewise.
-    """
+    `alike`. To start and end processes costs as much as a small job."""
     key, world = _living.get(size, (None, None))
     if world is None or world.closed or key != alike:
         if world is not None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from raypp.parallel.host_copies import CopyStreams, Pairs
+from raypp.stages.parallel.host_copies import CopyStreams, Pairs
 
 
 class LateCopies(CopyStreams):
-    """Copies only when they are waited for; until then the targets hold wrong numbers.
-
-    Finds whoever reads a copy without waiting for it, and whoever frees a source before its copy.
-    """
+    """Copies only when they are waited for; until then the targets hold wrong numbers. Finds
+    whoever reads a copy without waiting for it, and whoever frees a source before its copy."""
 
     def _copy(self, pairs: Pairs, stream: Any) -> Any:
         for target, _ in pairs:

@@ -30,13 +30,7 @@ TESTS = Path(__file__).parents[1]
 def run_in_turn_with_other_torch(
     world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
 ) -> list[list[Any]]:
-    """Like `harness.run_in_turn`, with the other torch.
-
-    Args:
-        world: Number of ranks.
-        function: A function of a module in `tests/ranks`, found there by its name.
-        cases: Its arguments. They and the results travel through `torch.save`.
-    """
+    """Like `harness.run_in_turn`, with the other torch."""
     with TemporaryDirectory(prefix="raypp-other-torch-") as folder:
         request, answer = Path(folder, "request"), Path(folder, "answer")
         torch.save((world, function, list(cases)), request)

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.torch_private import order_of_streams, schema_of
-from raypp.measure import fake_device
-from raypp.parallel.shard import local_part
-from raypp.pipeline.planned_stage import _stream as posting_stream
+from raypp.stages.parallel.shard import local_part
+from raypp.stages.pipeline.planned_stage import _stream as posting_stream
+from raypp.tools import fake_device
 from raypp.torch_private import DispatchMode, read_scalar
 
 
@@ -294,10 +294,8 @@ def _on_its_stream(name: str, method: Callable[..., Any], order: StreamOrder) ->
 
 @contextmanager
 def ordered_streams() -> Iterator[StreamOrder]:
-    """Gives the fake accelerator streams and events that are told apart; yields their order.
-
-    Enter it before `fake_runner`, and the order itself where operators shall be noted.
-    """
+    """Gives the fake accelerator streams and events that are told apart; yields their order. Enter
+    it before `fake_runner`, and the order itself where operators shall be noted."""
     order = StreamOrder()
     with pytest.MonkeyPatch.context() as patch:
         _tell_apart(order, patch)

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from comparison import assert_identical, assert_same_sums
+from family_tokenizers import write_family
 from training import document as small
 from training import numbers, thinned, trained
 
-from raypp.data.write_shards import Options, outputs_of, section_of_shards, write_shards
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.rank.data.write_shards import Options, outputs_of, section_of_shards, write_shards
 from raypp.storage import open_store
 
+MESHES: tuple[dict[str, int], ...] = ({"pp": 2}, {})
 TEMPLATE = str(Path(__file__).parents[2] / "jobs/data/chatml.jinja")
 
 
@@ -44,6 +46,19 @@ def chats(folder: Path) -> dict[str, Any]:
 
 def test_a_pipeline_gives_the_bits_of_one_process(chats: dict[str, Any]) -> None:
     assert_identical(trained(document(chats, pp=2)), trained(document(chats)))
+
+
+def test_a_pipeline_trains_rows_for_added_tokens_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    tokenizer = write_family("qwen", tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{n}<call> Of the beginning.<|tool|>" * 3 for n in range(100)))
+    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tokenizer), "seq_len": 64}
+    added = {**data, "added_tokens": ["<|tool|>", {"text": "<call>", "special": False}]}
+    pipeline, one = (trained(small(microbatches=4, model={"vocab_size": 405}, data=added, **mesh)) for mesh in MESHES)
+    assert_identical(pipeline, one)
+    rows = one["gradients"][0]["lm_head.weight"][[403, 404]]
+    assert pipeline["weights"]["model.embed_tokens.weight"].shape[0] == 405 and rows.abs().sum(1).min() > 0
+    seen = one["gradients"][0]["model.embed_tokens.weight"][[403, 404]]
+    assert seen.abs().sum(1).min() > 0, "no row has an added token"
 
 
 def test_the_mask_counts_fewer_tokens_and_gives_other_numbers(chats: dict[str, Any]) -> None:

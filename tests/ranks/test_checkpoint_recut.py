@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collecting_reporter import CollectingReporter
 from harness import run_in_turn
-from told import Told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import whole
 
-from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.state import gather_state
 from raypp.records import Coordinates, Seat
+from raypp.state.checkpoint.announce import Announcements
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.save import CheckpointSaver
+from raypp.state.checkpoint.state import gather_state
 from raypp.storage.directory import DirectoryStore
 
 RUN = "recut"
@@ -99,7 +99,7 @@ def rank_life(
             fully_shard(layer, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
         fully_shard(stage, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
-    store, quiet = CountingStore(Path(root)), Told()
+    store, quiet = CountingStore(Path(root)), CollectingReporter()
     seat = Seat(RUN, 1, rank, world, coordinates, Coordinates(*sizes, 1))
     saved = None
     if save:
@@ -160,10 +160,7 @@ LARGE_WIDTHS = (1501, 701)
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Sizes, Sizes], tuple[Path, list, list]]:
     """Returns for each mesh change: its store, what the saving ranks found, and what the loading
-    ranks found.
-
-    Changes between the same numbers of ranks share their processes.
-    """
+    ranks found. Changes between the same numbers of ranks share their processes."""
     roots = {move: tmp_path_factory.mktemp("recut") for move in (*MOVES, LARGE)}
     results: dict[bool, dict[tuple[Sizes, Sizes], list]] = {}
     for save in (True, False):

@@ -16,20 +16,18 @@ from typing import Any
 import pytest
 from lazily import Lazily
 from local_tasks import TASKS, continued, drawn_rows, loss_of_texts, write_tasks
-from training import thinned
 
-from raypp.api.torch_process import ask
 from raypp.cli.main import run as run_command
 from raypp.errors import RunFailedError
-from raypp.inference.eval_job import data_job, task_job
-from raypp.inference.source import Source, find_source
-from raypp.inference.task_model import Scored, ask_on_seat
-from raypp.measure.local_ranks import run_ranks
-from raypp.observe.reader import RunReader
+from raypp.job.load import job_document, parse_job
 from raypp.ports import free_port
-from raypp.spec.load import job_document, parse_job
+from raypp.rank.own_seat import local_seat
+from raypp.state.run_records.reader import RunReader
 from raypp.storage import open_store
-from raypp.train.own_seat import local_seat
+from raypp.tools.inference.eval_job import task_job
+from raypp.tools.inference.source import Source, find_source
+from raypp.tools.inference.task_model import Scored, ask_on_seat
+from raypp.tools.local_ranks import run_ranks
 
 transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
@@ -51,7 +49,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def trained(folder: Path, name: str, *changes: str, ranks: int = 1) -> str:
     """Trains the job in `ranks` processes; returns the run's place."""
-    command = [sys.executable, "-m", "raypp.train", "--job", "job.json", "--set", f"name={name}"]
+    command = [sys.executable, "-m", "raypp.rank", "--job", "job.json", "--set", f"name={name}"]
     command += [word for change in changes for word in ("--set", change)]
     port = str(free_port())
     processes = [
@@ -130,15 +128,6 @@ def test_a_run_on_a_pipeline_with_a_fraction_held_out_is_evaluated_in_one_proces
 
 
 @pytest.mark.slow
-def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str) -> None:
-    place = trained(folder, "whole", "data.eval=null", "train.eval_every_steps=0")
-    of_data = raypp(folder, "eval", place)
-    assert of_data == raypp(folder, "eval", place, "--data", "train.txt")
-    # Every byte but each document's first has a label; so has the end.
-    assert of_data["tokens"] == sum(len(text.encode()) for text in TRAINED)
-
-
-@pytest.mark.slow
 def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path) -> None:
     model, tokenizer = (
         transformers.AutoModelForCausalLM.from_pretrained(exported),
@@ -189,18 +178,6 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     assert few["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
-@pytest.mark.parametrize("pp", thinned([1, 2], [], [1]))
-def test_progress_is_told_as_it_is_made(folder: Path, run: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    source = find_source(run)
-    told: list[Any] = []
-    request = {"source": asdict(source), "job": job_document(data_job(source, "train.txt", pp))}
-    answer = ask("raypp.inference.evaluate", request, "the evaluation", told.append)
-    done = [one["done"] for one in told]
-    assert len(done) > 3 and done == sorted(set(done))
-    assert done[-1] == told[-1]["total"] > answer["tokens"] and told[-1]["unit"] == "tokens"
-
-
 def broken_pipe(report: Any) -> None:
     raise BrokenPipeError("nobody reads the progress")
 
@@ -221,7 +198,7 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["MODEL"], "does not name any data\n  fix: give --data PATH"),
         (["MODEL", "--data", "empty.txt"], "empty.txt contains no documents"),
@@ -241,7 +218,7 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
 )
 def test_what_is_wrong_is_named(
     words: list[str],
-    told: str,
+    reported: str,
     folder: Path,
     run: str,
     exported: Path,
@@ -259,7 +236,7 @@ def test_what_is_wrong_is_named(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("RAYPP_HOME", str(folder / "home"))
     assert run_command(["eval", *named]) == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -19,11 +19,11 @@ from test_optimizers import train_on
 from training import document as small
 from training import numbers, thinned, trained
 
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.ranged_reads import open_files
-from raypp.models.experts import StackedExperts
-from raypp.parallel.expert import ExpertExchange
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.stages.models.experts import StackedExperts
+from raypp.stages.parallel.expert import ExpertExchange
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.ranged_reads import open_files
 from raypp.storage.directory import DirectoryStore
 
 BLANK = (1,)
@@ -40,34 +40,21 @@ def document(kind: str = "qwen3_moe", *, mesh: dict[str, Any] | None = None, **s
     return small(name="experts", microbatches=4, model=model, **(mesh or {}), **sections)
 
 
-def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
-    found = trained(document(kind), blank=BLANK)
+@pytest.mark.slow
+def test_a_pipeline_of_experts_with_a_blank_microbatch_gives_the_bits_of_one_process() -> None:
+    found = trained(document(), blank=BLANK)
     assert min(found["grad_norm"]) > 0.05, "clipping is not active"
     for extras in found["extras"]:
         # Perfect balance gives experts_per_token. Six equal logits of nearly 0 give log(6) squared.
         assert 2 <= extras["aux_loss"] < 2.5 and extras["z_loss"] == pytest.approx(math.log(6) ** 2, rel=0.1)
-    return found
-
-
-PIPELINES = [("qwen3_moe", "1f1b", 1), ("qwen3_moe", "interleaved_zero_bubble", 2), ("mixtral", "1f1b", 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "schedule", "stages_per_rank"), PIPELINES)
-def test_a_pipeline_of_experts_gives_the_bits_of_one_process(kind: str, schedule: str, stages_per_rank: int) -> None:
-    job = document(kind, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages_per_rank})
-    assert_identical(trained(job, blank=BLANK), one_process(kind))
+    split = document(schedule="interleaved_zero_bubble", mesh={"pp": 2}, pipeline={"stages_per_rank": 2})
+    assert_identical(trained(split, blank=BLANK), found)
 
 
 MESHES = [
-    {"fsdp": 2},
-    {"fsdp": 2, "ep": 2},
-    {"cp": 2, "ep": 2},
-    {"pp": 2, "fsdp": 2, "ep": 2},
-    {"fsdp": 4, "ep": 2},
-    {"dp_replicate": 2, "fsdp": 2, "ep": 2},
-    {"fsdp": 2, "cp": 2, "ep": 2},
-]
+    {"fsdp": 2}, {"fsdp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "fsdp": 2, "ep": 2}, {"fsdp": 4, "ep": 2},
+    {"dp_replicate": 2, "fsdp": 2, "ep": 2}, {"fsdp": 2, "cp": 2, "ep": 2},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", thinned(MESHES, [], [{"cp": 2, "ep": 2}]), ids=str)
@@ -82,10 +69,7 @@ def test_three_ranks_hold_two_experts_each() -> None:
 
 
 def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> None:
-    few = {
-        "model": {"num_experts": 32, "experts_per_token": 1, "num_layers": 2},
-        "train": {"micro_batch_size": 1},
-    }
+    few = {"model": {"num_experts": 32, "experts_per_token": 1, "num_layers": 2}, "train": {"micro_batch_size": 1}}
     short = {"kind": "synthetic", "num_documents": 40, "document_len": [3, 8], "seq_len": 8}
     reference = numbers({**document(**few), "data": short}, 1)
     spread = numbers({**document(mesh={"fsdp": 2, "ep": 2}, **few), "data": short}, 1)
@@ -100,13 +84,6 @@ def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> 
 
 
 @pytest.mark.slow
-def test_recomputing_the_exchange_in_the_backward_changes_no_bit() -> None:
-    mesh = {"cp": 2, "ep": 2}
-    again = document(mesh=mesh, train={"activation_checkpointing": "full"})
-    assert_identical(trained(again, 1, blank=BLANK), trained(document(mesh=mesh), 1, blank=BLANK))
-
-
-@pytest.mark.slow
 def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_roundings() -> None:
     meshes: tuple[dict[str, int], ...] = ({}, {"pp": 2}, {"fsdp": 2, "ep": 2})
     one, pipeline, spread = (
@@ -117,19 +94,6 @@ def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_
     # once per rank. Measured: 1.8e-3. Later steps are not compared, because a rounding may send
     # tokens to other experts.
     assert_close(spread, one, 4e-3)
-
-
-OPTIMIZERS = {"muon": {"kind": "muon", "lr": 3e-3}, "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_other_optimizers_update_spread_experts_like_one_process(kind: str) -> None:
-    spread, alone = (
-        numbers(document(mesh=mesh, train={"optimizer": OPTIMIZERS[kind]}), 2, blank=BLANK)
-        for mesh in ({"fsdp": 4, "ep": 2}, {})
-    )
-    assert_same_sums(spread, alone)
 
 
 COUNTS = [

@@ -31,15 +31,18 @@ PROGRAM = """
 import functools, json, sys
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from raypp.inference import harness
-from raypp.inference.eval_job import data_job, task_job
-from raypp.inference.evaluate import evaluate
-from raypp.inference.source import find_source
+from raypp.tools.inference import harness
+from raypp.tools.inference.eval_job import data_job, task_job
+from raypp.tools.inference.on_seat import answer
+from raypp.tools.inference.prompts import end_ids
+from raypp.tools.inference.source import find_source
+from raypp.job.load import job_document
 folder, names = sys.argv[1], sys.argv[2].split(",")
 harness.TaskManager = functools.partial(TaskManager, include_defaults=False)  # thousands of files
 source = find_source(folder)
-ours = harness.run_tasks(source, task_job(source, 1), names, None)["tasks"]
-loss = evaluate(source, data_job(source, "held.txt", 1))
+asked = {"tasks": names, "limit": None, "ends": end_ids(source, source.open_tokenizer()), "folder": "."}
+ours = answer({"source": vars(source), "job": job_document(task_job(source, 1)), **asked})["tasks"]
+loss = answer({"source": vars(source), "job": job_document(data_job(source, "held.txt", 1))})
 model, tasks = f"pretrained={folder},dtype=float32", TaskManager(include_defaults=False)
 theirs = simple_evaluate(
     "hf", model, names, batch_size=1, device="cpu", log_samples=False, task_manager=tasks, bootstrap_iters=0

@@ -9,20 +9,18 @@ import torch
 from harness import run_ranks
 from training import document, seat_of
 
-from raypp.parallel.rank_groups import make_groups
-from raypp.parallel.shard import local_part
+from raypp.job.load import parse_job
 from raypp.planning.resolve import resolve_pipeline
-from raypp.spec.load import parse_job
-from raypp.train.build import build_stages, draw_weights
-from raypp.train.process_group import joined, pick_device
+from raypp.rank.build import build_stages, draw_weights
+from raypp.rank.joining.process_group import joined, pick_device
+from raypp.stages.parallel.rank_groups import make_groups
+from raypp.stages.parallel.shard import local_part
 
 
 def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, Any]) -> list[tuple[bool, bool]]:
     """Returns for every parameter whether it stays unset without drawing, and whether drawing at
-    once and drawing later give the same bits.
-
-    torch fills new memory with NaN, so a value that was never set is visible.
-    """
+    once and drawing later give the same bits. torch fills new memory with NaN, so a value that was
+    never set is visible."""
     torch.use_deterministic_algorithms(True)
     job = parse_job(source)
     pipeline = resolve_pipeline(job)

@@ -5,26 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from collecting_reporter import CollectingReporter
 from harness import run_in_turn
-from told import Told
 from training import seat_of, thinned
 
-from raypp.checkpoint.commit import read_commit
 from raypp.errors import CheckpointError
-from raypp.hf.export_model import export_hf
-from raypp.hf.from_hf import hf_options
-from raypp.inference.processes import GenerationError, Generators
-from raypp.inference.prompts import Answer, Encoded
-from raypp.inference.source import Source, find_source
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
-from raypp.spec.load import parse_job
+from raypp.rank.rank import run_rank
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.hf.from_hf import hf_options
 from raypp.storage.directory import DirectoryStore
-from raypp.train.rank import run_rank
+from raypp.tools.export.export_model import export_hf
+from raypp.tools.inference.processes import GenerationError, Generators
+from raypp.tools.inference.prompts import Answer, Encoded
+from raypp.tools.inference.source import Source, find_source
 from raypp.untrusted.text import visible_lines
 
 TEXT = Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt"
@@ -47,7 +48,7 @@ CHAT = {
 
 def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
     job = parse_job(document)
-    run_rank(decide(job), seat_of(rank, world, port, job), Told())
+    run_rank(decide(job), seat_of(rank, world, port, job), CollectingReporter())
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +70,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def generated(source: Source, pp: int, rows: int = 2, **choice: Any) -> list[tuple[tuple[int, ...], str | None]]:
-    """Returns the tokens of each prompt, and why the text ended."""
+Texts = list[tuple[tuple[int, ...], str | None]]
+"""The tokens of each prompt, and why the text ended."""
+
+
+def generated(source: Source, pp: int, rows: int = 2, **choice: Any) -> Texts:
+    with Generators(source, pp, [101], rows) as generators:  # 101 is `e`: some texts end early
+        return texts_of(generators, encoded(source), **choice)
+
+
+def encoded(source: Source) -> list[Encoded]:
     tokenizer = source.open_tokenizer()
-    prompts = [
-        Encoded(text, tokenizer.encode(text).tolist(), limit) for text, limit in zip(PROMPTS, LIMITS, strict=True)
-    ]
-    return tokens_of(source, pp, rows, prompts, **choice)
+    return [Encoded(text, tokenizer.encode(text).tolist(), limit) for text, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
-def tokens_of(
-    source: Source, pp: int, rows: int, prompts: Sequence[Encoded], **choice: Any
-) -> list[tuple[tuple[int, ...], str | None]]:
+def texts_of(generators: Generators, prompts: Sequence[Encoded], **choice: Any) -> Texts:
     tokens: list[list[int]] = [[] for _ in prompts]
     finishes: list[str | None] = [None] * len(prompts)
-    with Generators(source, pp, [101], rows) as generators:  # 101 is `e`: some texts end early
-        for new in generators.generate(prompts, **choice):
-            assert finishes[new.prompt] is None, "nothing follows the end of a text"
-            tokens[new.prompt].append(new.token)
-            finishes[new.prompt] = new.finish
+    for new in generators.generate(prompts, **choice):
+        assert finishes[new.prompt] is None, "nothing follows the end of a text"
+        tokens[new.prompt].append(new.token)
+        finishes[new.prompt] = new.finish
     return [(tuple(found), finish) for found, finish in zip(tokens, finishes, strict=True)]
 
 
@@ -95,9 +98,9 @@ def tokens_of(
 def alone(place: Path) -> dict[float, Any]:
     """What one process generates, greedily and with draws."""
     source = find_source(f"{place}/plain")
-    return {
-        t: generated(source, 1, temperature=t, top_p=0.9, seed=10) if t else generated(source, 1) for t in (0.0, 1.5)
-    }
+    with Generators(source, 1, [101], 2) as generators:
+        ask = partial(texts_of, generators, encoded(source))
+        return {0.0: ask(), 1.5: ask(temperature=1.5, top_p=0.9, seed=10)}
 
 
 @pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [], [(2, 1.5)]))
@@ -134,7 +137,7 @@ def test_an_older_step_can_be_named(place: Path, alone: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, tmp_path: Path) -> None:
-    run = find_source(f"{place}/lora")
+    run = find_source(f"{place}/lora", trust=True)
     store = DirectoryStore(place)
     export_hf(store, read_commit(store, "lora", STEPS), DirectoryStore(tmp_path), dtype="F32")
     merged = find_source(str(tmp_path))
@@ -142,12 +145,16 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
     prompts = [Encoded(text, tokenizer.encode(text).tolist(), 20) for text in PROMPTS[:3]]
     base = find_source(str(TINY))
     assert run.context == 256, "that of the base"
-    assert tokens_of(run, 2, 3, prompts) == tokens_of(merged, 1, 3, prompts) != tokens_of(base, 1, 3, prompts)
+    texts = []
+    for source, pp in ((run, 2), (merged, 1), (base, 1)):
+        with Generators(source, pp, [101], 3) as generators:
+            texts.append(texts_of(generators, prompts))
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow
 def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
-    source = find_source(f"{place}/chat")
+    source = find_source(f"{place}/chat", trust=True)
     tokenizer, template = source.open_tokenizer(), source.open_template()
     messages: list[dict[str, Any]] = []
     said = ""
@@ -160,7 +167,7 @@ def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
                 answer.add(new.token, new.finish)
             messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})
             said += visible_lines(answer.text(tokenizer)) + "\n"
-    command = [sys.executable, "-m", "raypp", "generate", f"{place}/chat", "--chat", "--max-new-tokens", "6"]
+    command = [sys.executable, "-m", "raypp", "generate", f"{place}/chat", "--trust", "--chat", "--max-new-tokens", "6"]
     done = subprocess.run(command, input="Hello\n\nWhy?\n", capture_output=True, text=True, check=True)
     assert done.stdout == said
     too_long = subprocess.run(command, input="x" * 300, capture_output=True, text=True, check=False)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Fate, Lives, same
+from local_run import Kill, LocalRun, same
 from test_generate import TINY
 from training import document, thinned
 
-from raypp.hf.from_hf import hf_options
+from raypp.job.load import parse_job
+from raypp.job.models import DecoderOptions
+from raypp.rank.optimizers.kept_weights import FrozenPart
 from raypp.records import Coordinates
-from raypp.spec.load import parse_job
-from raypp.spec.models import DecoderOptions
-from raypp.train.kept_weights import FrozenPart
+from raypp.state.hf.from_hf import hf_options
 
 
 def on_a_base(mesh: dict[str, int], base: str = str(TINY)) -> dict[str, Any]:
@@ -30,15 +30,15 @@ def on_a_base(mesh: dict[str, int], base: str = str(TINY)) -> dict[str, Any]:
 def test_the_survivor_keeps_its_base_and_the_run_ends_with_the_same_bits(
     mesh: dict[str, int], tmp_path: Path, shared_memory: Any
 ) -> None:
-    lives = Lives(on_a_base(mesh), tmp_path / "killed", [shared_memory()] * 2, [0, 0])
-    first = lives.attempt_once(Fate((1,), after=3), stay=True)
+    run = LocalRun(on_a_base(mesh), tmp_path / "killed", [shared_memory()] * 2, [0, 0])
+    first = run.attempt_once(Kill((1,), after=3), stay=True)
     assert "lost a peer" in first.errors[0], first
-    second = lives.attempt_once()
+    second = run.attempt_once()
     assert "tensors, " in first.of_kind("loaded_from_hf")[0].message
     assert "this rank has kept " in second.of_kind("loaded_from_hf")[0].message
-    undisturbed = Lives(on_a_base(mesh), tmp_path / "undisturbed", [shared_memory()] * 2, [0, 0])
+    undisturbed = LocalRun(on_a_base(mesh), tmp_path / "undisturbed", [shared_memory()] * 2, [0, 0])
     assert second.losses == undisturbed.attempt_once().losses
-    assert same(lives.final_state(), undisturbed.final_state())
+    assert same(run.final_state(), undisturbed.final_state())
 
 
 def test_weights_are_kept_only_for_the_same_base_cut_and_place(tmp_path: Path) -> None:

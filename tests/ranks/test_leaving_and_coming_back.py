@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from collecting_reporter import CollectingReporter
 from harness import run_ranks
 from safetensors.numpy import load
-from told import Told
 from training import document
 
-from raypp.checkpoint.commit import list_checkpoints
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.ports import free_port, free_ports
+from raypp.rank.joining.abort import cut_connections
+from raypp.rank.joining.lost_peer import LostPeerError
+from raypp.rank.own_seat import local_seat
+from raypp.rank.rank import run_rank
 from raypp.records import Requests
-from raypp.spec.load import parse_job
+from raypp.state.checkpoint.commit import list_checkpoints
 from raypp.storage import open_store
-from raypp.train.abort import cut_connections
-from raypp.train.lost_peer import LostPeerError
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 
 STEPS, EVERY = 12, 2
 
@@ -33,7 +33,7 @@ def _document(root: Path) -> dict[str, Any]:
     return document(name="back", pp=2, microbatches=2, train={"steps": STEPS}, checkpoint=checkpoint)
 
 
-class Standing(Told):
+class Standing(CollectingReporter):
     """Stalls before a step of an attempt, like a frozen rank, until it is released."""
 
     def __init__(self, at: int | None) -> None:
@@ -81,7 +81,7 @@ def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts
     return {"left_over": left_over, "threads": [t.name for t in threading.enumerate()]}
 
 
-def _live(job: Any, seat: Any, reporter: Told, outcome: list[Any]) -> None:
+def _live(job: Any, seat: Any, reporter: CollectingReporter, outcome: list[Any]) -> None:
     try:
         outcome.append(run_rank(decide(job), seat, reporter))
     except BaseException as error:  # noqa: BLE001

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from harness import run_ranks
 from training import document
 
-from raypp.parallel.rank_groups import make_groups
-from raypp.spec.load import parse_job
-from raypp.train import process_group
-from raypp.train.own_seat import local_seat
-from raypp.train.process_group import allow_long_steps, joined
+from raypp.job.load import parse_job
+from raypp.rank.joining import process_group
+from raypp.rank.joining.process_group import allow_long_steps, joined
+from raypp.rank.own_seat import local_seat
+from raypp.stages.parallel.rank_groups import make_groups
 
 
 def waits(rank: int, world: int, port: int) -> list[str]:

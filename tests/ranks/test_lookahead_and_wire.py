@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from safetensors.torch import load_file
 from test_recut_of_runs import live
-from told import Told
 from training import document, merged, thinned, train_steps
 
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.train.step import StepRunner
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.rank.step.step import StepRunner
 
 
 def steps_of(
@@ -25,14 +25,14 @@ def steps_of(
 ) -> dict[str, Any]:
     """Trains some steps; returns the reports and events. From each step in `depths` on, the program
     has another depth, as with `lookahead: auto`."""
-    told = Told()
+    reported = CollectingReporter()
 
     def switch(step: int, runner: StepRunner) -> None:
         if depths and step in depths:
             runner.built.runtime.load(runner.pipeline.program_with(depths[step]))
 
-    found = train_steps(rank, world, port, job, steps, before=switch, tell=told.event)
-    return {**found, "told": [(event.kind, event.message) for event in told.events]}
+    found = train_steps(rank, world, port, job, steps, before=switch, tell=reported.event)
+    return {**found, "reported": [(event.kind, event.message) for event in reported.events]}
 
 
 @pytest.mark.parametrize("pp", thinned([2, 3], [2]))
@@ -40,10 +40,10 @@ def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> Non
     jobs = [(document(pp=pp, pipeline={"lookahead": lookahead}), 5) for lookahead in ("auto", 0)]
     auto, fixed = run_in_turn(pp, steps_of, jobs)
     assert_identical(merged(auto), merged(fixed))
-    ((kind, words),) = auto[0]["told"]
+    ((kind, words),) = auto[0]["reported"]
     assert kind == "lookahead" and "per message against" in words
-    assert all(rank["told"] == auto[0]["told"] for rank in auto)
-    assert fixed[0]["told"] == []
+    assert all(rank["reported"] == auto[0]["reported"] for rank in auto)
+    assert fixed[0]["reported"] == []
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from test_recut_of_runs import run_all
 from training import document as small
 from training import numbers, thinned, trained
 
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.saved_tensors import SavedTensors
-from raypp.hf.export_model import export_hf
-from raypp.hf.from_hf import hf_options
-from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.job.models import DecoderOptions, LoraOptions
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.saved_tensors import SavedTensors
+from raypp.state.hf.from_hf import hf_options
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.export_model import export_hf
 
 LAYERS = 4
 
@@ -52,6 +52,14 @@ UPPER = ["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"]
 APART = ["layers.1.mlp.up_proj", "layers.3.self_attn.o_proj"]
 """With four stages, the lowest and the third train nothing."""
 BF16 = {"train": {"precision": "bf16"}, "model": {"lora": {"rank": 4, "base": "bf16"}}}
+
+
+def beside(*also: str, tied: bool) -> dict[str, Any]:
+    lora = {"rank": 4, "alpha": 64, "base": "fp32", "targets": ["layers.2.self_attn.q_proj"], "also_train": also}
+    return {"model": {"tie_embeddings": tied, "lora": lora}}
+
+
+TIED, HEAD = beside("embed_tokens", "norms", tied=True), beside("lm_head", tied=False)
 MODELS = {
     "all": document(),
     "upper": document(UPPER),
@@ -59,6 +67,8 @@ MODELS = {
     "experts": document(kind="qwen3_moe"),
     "up_proj of experts": document(["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
     "bf16": document(**BF16),
+    "tied": document(**TIED),
+    "head": document(**HEAD),
 }
 
 
@@ -78,17 +88,26 @@ PIPELINES = {
     ("experts", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, kind="qwen3_moe"),
     ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
     ("bf16", "1f1b"): pipeline("1f1b", **BF16),
+    ("tied", "1f1b"): pipeline("1f1b", **TIED),
+    ("head", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, **HEAD),
 }
 
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    thinned(PIPELINES, [("upper", "1f1b"), ("apart", "dualpipev")], [("experts", "interleaved_zero_bubble")]),
+    thinned(
+        PIPELINES,
+        [("upper", "1f1b"), ("apart", "dualpipev"), ("tied", "1f1b")],
+        [("experts", "interleaved_zero_bubble"), ("head", "interleaved_zero_bubble")],
+    ),
 )
 def test_a_pipeline_of_adapters_gives_the_bits_of_one_process(model: str, way: str) -> None:
     found, reference = trained(PIPELINES[model, way]), trained(MODELS[model])
     assert_identical(found, reference)
-    assert set(found["gradients"][0]) == {name for name in reference["weights"] if ".lora_" in name}
+    words = {"tied": ("norm", "embed_tokens"), "head": ("lm_head",)}.get(model, ())
+    whole = {name for name in reference["weights"] if any(word in name for word in words)}
+    assert set(found["gradients"][0]) == whole | {name for name in reference["weights"] if ".lora_" in name}
+    assert all(found["gradients"][0][name].any() for name in whole)
     moved = [name for name in found["gradients"][0] if ".lora_B." in name]
     assert moved and all(found["weights"][name].any() for name in moved)
 
@@ -103,6 +122,7 @@ SUMS = {
     ("all", "pp and fsdp, split"): document(
         mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}
     ),
+    ("tied", "pp and fsdp"): document(mesh={"pp": 2, "fsdp": 2}, **TIED),
     ("experts", "fsdp and ep"): document(kind="qwen3_moe", mesh={"fsdp": 4, "ep": 2}),
 }
 
@@ -120,10 +140,10 @@ def test_frozen_weights_stay_as_they_were_drawn() -> None:
     assert all(torch.equal(weights[name], value) for name, value in full["weights"].items())
 
 
-def test_a_run_begins_with_the_named_base_saves_adapters_only_and_refuses_another_base(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_named_base_saves_what_is_trained_and_refuses_another_base(tmp_path: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 96}
     frozen = write_hf_folder(tmp_path / "hf", **sizes)
-    lora = LoraOptions(rank=4, base="fp32")
+    lora = LoraOptions(rank=4, base="fp32", also_train=("embed_tokens", "norms"))
     model = hf_options(DecoderOptions(from_hf=str(tmp_path / "hf"), lora=lora)).model_dump(mode="json")
     assert model["lora"]["base_id"] is not None
 
@@ -137,17 +157,20 @@ def test_a_run_begins_with_the_named_base_saves_adapters_only_and_refuses_anothe
 
     for step, mesh in ((1, {"pp": 2}), (2, {"fsdp": 2})):
         (results,) = run_all([(job(step, **mesh), step)])
-        assert results[0]["kinds"].count("loaded_from_hf") == 1 and results[0]["committed"] == step
+        assert results[0]["kinds"].count("loaded_from_hf") == 3 - step and results[0]["committed"] == step
         assert ("resumed" in results[0]["kinds"]) == (step == 2)
     store = DirectoryStore(tmp_path / "store")
     commit = read_commit(store, "lora", 2)
     saved = SavedTensors(store, commit)
-    assert saved.infos and all(".lora_" in name for name in saved.infos)
+    whole = {name for name in frozen if "norm" in name or "embed" in name}
+    assert {name for name in saved.infos if not name.startswith("optim/") and ".lora_" not in name} == whole
     export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == frozen.keys()
     same = {name for name, value in frozen.items() if (merged[name] == value).all()}
-    assert {name for name in frozen if "_proj" not in name} == same
+    assert same == {"lm_head.weight"}
+    moved = [abs(merged[name] - frozen[name]).max() for name in whole]
+    assert all(0 < far < 0.03 for far in moved), "two steps from the base's own values"
 
     write_hf_folder(tmp_path / "hf", 1, **sizes)
     with pytest.raises(AssertionError, match="holds other weights"):

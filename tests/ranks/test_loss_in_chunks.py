@@ -10,7 +10,7 @@ from comparison import assert_identical, assert_same_sums
 from training import document, numbers, thinned, train_steps, trained
 
 from raypp.planning import loss_memory
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
 
 STEPS = 2
 CHUNK = 32
@@ -47,7 +47,7 @@ def test_a_pipeline_gives_the_bits_of_one_process_in_chunks(name: str) -> None:
     assert_identical(*(trained(job, STEPS, train=in_chunks) for job in PIPELINES[name]))
 
 
-@pytest.mark.parametrize("name", thinned(SPREAD, [], ["zbv, fsdp", "gpipe, cp"]))
+@pytest.mark.parametrize("name", thinned(SPREAD, [], ["zbv, fsdp"]))
 def test_meshes_that_share_tokens_add_up_what_one_process_does_in_chunks(name: str) -> None:
     assert_same_sums(*(numbers(job, STEPS, train=in_chunks) for job in (SPREAD[name], document())))
 

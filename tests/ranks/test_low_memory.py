@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from training import STEPS, document, thinned, trained, whole
 
+from raypp.job.job import OptimizerOptions
 from raypp.kinds import OPTIMIZERS
-from raypp.spec.job import OptimizerOptions
-from raypp.train.optimizer import begin_update, build_optimizer
+from raypp.rank.optimizers.optimizer import begin_update, build_optimizer
 
 PURE = {"precision": "bf16_pure"}
 IN_8_BITS = {"optimizer": {"kind": "adamw", "lr": 3e-3, "state": "8bit"}}
@@ -50,16 +50,11 @@ def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(way: str) -> 
     assert_identical(trained(job(way, pp=2)), trained(job(way)))
 
 
-@pytest.mark.slow
-def test_backwards_in_two_halves_sum_gradients_in_fp32_too() -> None:
-    assert_identical(trained(job("both", pp=2, schedule="zbv", pipeline={"stages_per_rank": 2})), trained(job("both")))
-
-
 MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
 DATA_PARALLEL = [(way, axis) for way in WAYS if way != "tied" for axis in ("fsdp", "dp_replicate")]
 
 
-@pytest.mark.parametrize(("way", "axis"), thinned(DATA_PARALLEL, [("both", "fsdp")], [("both, sums in bf16", "fsdp")]))
+@pytest.mark.parametrize(("way", "axis"), thinned(DATA_PARALLEL, [("both", "fsdp")]))
 def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(way: str, axis: str) -> None:
     ours, theirs = trained(job(way, **{axis: 2})), trained(job(way))
     assert ours["tokens"] == theirs["tokens"]
@@ -169,7 +164,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 MOVES = [({"fsdp": 2}, {}), ({"pp": 2}, {"fsdp": 2}), ({"pp": 2}, {})]
 
 
-@pytest.mark.parametrize(("before", "after"), thinned(MOVES, MOVES[1:2], MOVES[2:]), ids=str)
+@pytest.mark.parametrize(("before", "after"), thinned(MOVES, MOVES[1:2]), ids=str)
 def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
     before: dict[str, int], after: dict[str, int], tmp_path: Path
 ) -> None:

@@ -13,9 +13,9 @@ from own_schedule import backwards_in_pairs
 from torch.distributed.tensor import DTensor
 from training import document, numbers, seat_of, thinned, trained
 
-from raypp.measure.parity import train_some_steps
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.tools.parity import train_some_steps
 
 
 def one_process(layers: int = 4, **sections: Any) -> dict[str, Any]:
@@ -87,17 +87,6 @@ def test_a_split_backward_of_more_stages_than_stay_gathered_gives_the_bits_of_on
     assert_identical(trained(job), one_process(train=BF16))
 
 
-SHARDED = [kind.name for kind in SCHEDULES if kind.least_microbatches(2) <= 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SHARDED)
-def test_schedules_of_sharded_stages_add_up_what_one_process_does(schedule: str) -> None:
-    stages = schedule_named(schedule).nearest_stages(2)
-    job = document(pp=2, fsdp=2, schedule=schedule, pipeline={"stages_per_rank": stages})
-    assert_same_sums(numbers(job), numbers(document()))
-
-
 def test_an_uneven_cut_gives_the_same_bits() -> None:
     job = document(pp=3, layers=8, pipeline={"layers_per_stage": [1, 5, 2]})
     assert_identical(trained(job), one_process(8))
@@ -107,11 +96,6 @@ def test_an_uneven_cut_gives_the_same_bits() -> None:
 def test_padding_more_than_needed_gives_the_bits_of_one_process_padded_alike(mode: str) -> None:
     padding = {"variable_seq_len": mode}
     assert_identical(trained(document(pp=2, pipeline=padding)), one_process(pipeline=padding))
-
-
-@pytest.mark.slow
-def test_recomputing_activations_gives_the_same_bits() -> None:
-    assert_identical(trained(document(pp=2, train={"activation_checkpointing": "full"})), one_process())
 
 
 MESHES = [
@@ -126,11 +110,6 @@ MESHES = [
 @pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[-1:]), ids=str)
 def test_data_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
     assert_same_sums(numbers(document(**mesh)), numbers(document()))
-
-
-@pytest.mark.slow
-def test_resharding_between_microbatches_changes_nothing() -> None:
-    assert_identical(trained(document(fsdp=2, reshard_after_forward=True)), trained(document(fsdp=2)))
 
 
 def gathered_blocks(rank: int, world: int, port: int, document: dict[str, Any]) -> dict[str, list[int]]:
@@ -160,12 +139,6 @@ def test_resharded_weights_are_freed_by_backwards_too(schedule: str, stages: int
     (found,) = run_ranks(1, gathered_blocks, job)
     assert set(found["actions"]) == {0}
     assert max(found["backwards"]) == most
-
-
-@pytest.mark.slow
-def test_bf16_under_a_pipeline_gives_the_bits_of_one_process_in_bf16() -> None:
-    # Activations are sent in bf16, the type they are computed in, so the cut adds no rounding.
-    assert_identical(trained(document(pp=2, train=BF16)), one_process(train=BF16))
 
 
 def test_gradients_summed_in_bf16_stay_near_those_summed_in_fp32() -> None:

@@ -13,10 +13,11 @@ PARTS = [
     {"kind": "synthetic", "num_documents": 60, "document_len": [3, 20], "weight": 2, "epochs": 1, "name": "short"},
     {"kind": "synthetic", "num_documents": 90, "document_len": [30, 64], "weight": 1, "name": "long"},
 ]
+PHASES = [{"from_step": 3, "weights": {"long": 4}}]
 
 
 def mixed(**mesh: int) -> dict[str, Any]:
-    return document(data={"kind": "mixture", "seq_len": 64, "parts": PARTS}, **mesh)
+    return document(data={"kind": "mixture", "seq_len": 64, "parts": PARTS, "phases": PHASES}, **mesh)
 
 
 @pytest.mark.parametrize("mesh", ["pp", "fsdp"])

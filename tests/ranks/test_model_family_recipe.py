@@ -21,8 +21,8 @@ BLOCKS = dict(reversed(re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)))
 FAMILY, CASES = BLOCKS["python"], BLOCKS[""]
 OWN = '''"""A model of a user's own: Llama with twice the feed-forward width, and a key of its own."""
 
-from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-from raypp.models.stage import DecoderStage
+from raypp.stages.models.layers import Attention, DecoderLayer, GatedFeedForward
+from raypp.stages.models.stage import DecoderStage
 
 
 def layer(options, index):
@@ -57,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the two files of the page."""
     place = tmp_path_factory.mktemp("family")
     files = {
-        "raypp/families/seed_oss.py": FAMILY,
+        "raypp/job/families/seed_oss.py": FAMILY,
         "tests/unit/families/cases/seed_oss.yaml": CASES,
         "job.yaml": JOB.format(kind="seed_oss", place=place),
     }
@@ -82,7 +82,7 @@ def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
 @pytest.mark.slow
 def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.train")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.rank")
     python_in(tree, *ranks, "--job", "job.yaml")
     python_in(tree, "-m", "raypp", "checkpoints", "export", f"{tree}/store/recipe", "exported")
     model, notes = transformers.AutoModelForCausalLM.from_pretrained(tree / "exported", output_loading_info=True)

@@ -18,18 +18,18 @@ from training import thinned
 
 from benchmarks.torch_private import copy_to
 from raypp.control.report.reporter import _Trail
-from raypp.measure.fake_device import Event, HostWaitsError, fake_runner, run_fake_step
-from raypp.models.loss import token_loss_sum
-from raypp.models.moe import StackedExperts
-from raypp.parallel.shard import local_part
-from raypp.pipeline.agreement import StepPlan, padded_length
-from raypp.pipeline.collate import StageBatch
-from raypp.pipeline.device_clock import device_marks
+from raypp.job.load import parse_job
+from raypp.rank.step.collate import StageBatch
+from raypp.rank.step.evaluate import ForwardRunner
+from raypp.rank.step.step import ReadStep, StepRunner
 from raypp.records import Requests
-from raypp.spec.load import parse_job
+from raypp.stages.models.loss import token_loss_sum
+from raypp.stages.models.moe import StackedExperts
+from raypp.stages.parallel.shard import local_part
+from raypp.stages.pipeline.agreement import StepPlan, padded_length
+from raypp.stages.pipeline.device_clock import device_marks
+from raypp.tools.fake_device import Event, HostWaitsError, fake_runner, run_fake_step
 from raypp.torch_private import DispatchMode, read_scalar
-from raypp.train.evaluate import ForwardRunner
-from raypp.train.step import ReadStep, StepRunner
 
 RECOMPUTE = ("none", "full")
 PP_FSDP = {"pp": 2, "fsdp": 2}
@@ -202,11 +202,11 @@ CASES = {
 def run_until_the_device_stands(rank: int, world: int, port: int, at: str) -> tuple[str, str]:
     """Runs a step whose device goes no further than a mark; returns its host's mark, and where its
     reporter says that it is."""
-    trail, told = _Trail(), ["load"]
+    trail, reported = _Trail(), ["load"]
 
     def phase(name: str, action: str, reached: Callable[[], bool]) -> None:
-        trail.add(f"{name} {action}", reached, told[-1])
-        told.append(f"{name} {action}")
+        trail.add(f"{name} {action}", reached, reported[-1])
+        reported.append(f"{name} {action}")
         Event.stands = Event.stands or action == at
 
     def prepare(runner: StepRunner) -> None:
@@ -216,11 +216,11 @@ def run_until_the_device_stands(rank: int, world: int, port: int, at: str) -> tu
         run_step(rank, world, port, document(4, PP_FSDP, {"microbatches": 4}), 3, prepare)
     finally:
         Event.stands = False
-    return told[told.index("step sum")], trail.look()[0]
+    return reported[reported.index("step sum")], trail.look()[0]
 
 
 @pytest.mark.parametrize("at", ["1F1 waits", "1F1", "1B2", "sends", "tie"])
-def test_where_a_device_stands_is_told_though_its_host_has_queued_the_step(at: str) -> None:
+def test_where_a_device_stands_is_reported_though_its_host_has_queued_the_step(at: str) -> None:
     (found,) = run_in_living(1, run_until_the_device_stands, run_until_the_device_stands, at)
     assert found == ("step sum", f"step {at}" if at != "tie" else "")
 

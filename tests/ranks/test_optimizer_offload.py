@@ -15,14 +15,14 @@ from late_copies import LateCopies
 from test_optimizers import OPTIMIZERS, job, train_on
 from training import on_ranks, seat_of, thinned, train_steps, trained
 
-from raypp.parallel.shard import local_part
+from raypp.job.load import parse_job
 from raypp.planning import offload
 from raypp.planning.decide import decide
+from raypp.rank.assemble import assemble
+from raypp.rank.optimizers import optimizer_offload
+from raypp.rank.step.step import StepRunner, Stopwatch
 from raypp.records import Requests
-from raypp.spec.load import parse_job
-from raypp.train import optimizer_offload
-from raypp.train.assemble import assemble
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.stages.parallel.shard import local_part
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "one process": ("fp32", {}),

@@ -17,11 +17,11 @@ from late_copies import LateCopies
 from small_models import small_options
 from training import document, numbers, train_steps, trained
 
-from raypp.pipeline import activation_offload
+from raypp.job.known_families import FAMILIES
 from raypp.planning import offload
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.families import FAMILIES
-from raypp.train import optimizer_offload
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.rank.optimizers import optimizer_offload
+from raypp.stages.pipeline import activation_offload
 
 STEPS = 2
 MICROBATCHES = 4
@@ -31,11 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 9, "tie_embeddings": False, "score_soft_cap": 1.0},
     "stablelm": {},
     "qwen3_moe": {"num_experts": 4, "aux_loss_weight": 0.02, "z_loss_weight": 0.01},
-    "qwen2_moe": {"num_experts": 4, "aux_loss_weight": 0.02},
+    "qwen3_next": {"num_experts": 4, "aux_loss_weight": 0.02, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    "deepseek_v3": {"num_experts": 4, "router_bias_rate": 0.01, "q_lora_rank": 24},
     "gpt_oss": {"num_experts": 4, "sliding_window": 9},
 }
 """A family for each kind of layer: plain; windows and soft caps; layer norms and
-partial rotation; experts; a shared expert; sinks, and experts with biases."""
+partial rotation; experts; the delta rule and a shared expert; sinks, and experts with biases."""
 AXES: dict[str, dict[str, Any]] = {
     "pp": {},
     "dp_replicate": {"dp_replicate": 2},
@@ -73,7 +74,7 @@ def valid(values: list[str]) -> bool:
 
 
 EXTENTS = ["none", "selective", "full", "offload"]
-PRECISIONS = ["fp32", "bf16", "bf16_pure"]
+PRECISIONS = ["fp32", "bf16", "bf16_pure", "fp16"]
 VALUES = [list(MODELS), SCHEDULES.names(), list(AXES), PRECISIONS, list(OPTIMIZERS), EXTENTS]
 CELLS = sorted((Cell(*values) for values in AllPairs(VALUES, filter_func=valid)), key=lambda cell: cell.axis)
 """Those of one mesh follow each other: they share processes."""

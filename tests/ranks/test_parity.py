@@ -14,10 +14,10 @@ from training import document
 from raypp.cli import parity_command
 from raypp.cli.main import run
 from raypp.errors import RunFailedError
-from raypp.measure.parity import run_parity
-from raypp.spec.job_file import load_job
-from raypp.spec.load import parse_job
-from raypp.spec.precision import FP32
+from raypp.job.job_file import load_job
+from raypp.job.load import parse_job
+from raypp.job.precision import FP32
+from raypp.tools.parity import run_parity
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
     assert json.loads(capsys.readouterr().out) == answer
 
 
-def test_what_a_rank_says_when_it_fails_is_told(tmp_path: Path) -> None:
+def test_what_a_rank_says_when_it_fails_is_reported(tmp_path: Path) -> None:
     source = yaml.safe_load(Path(job_file(tmp_path)).read_text())
     (tmp_path / "broken.tokens").write_bytes(b"no tokens")
     source["data"] = {"kind": "jsonl", "path": str(tmp_path / "broken.tokens"), "seq_len": 32}

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn
 
-from raypp.pipeline.planned_stage import PlanMismatch, PlannedStage
-from raypp.pipeline.runtime import ProgramRuntime
-from raypp.schedules.catalogue import build_program
+from raypp.planning.schedules.catalogue import build_program
+from raypp.stages.pipeline.planned_stage import PlanMismatch, PlannedStage
+from raypp.stages.pipeline.runtime import ProgramRuntime
 
 WIDTH, ROWS, LENGTHS = 4, 2, [8, 16]
 
@@ -45,12 +45,7 @@ def step_of(
     stages_per_rank: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Returns how a step of a two-rank pipeline (or of two stages on one rank) ends on this rank.
-
-    Args:
-        faulty: Stage that has the `fault`.
-        lengths: The plan as each rank believes it to be.
-    """
+    """Returns how a step of a two-rank pipeline, or of two stages on one rank, ends here."""
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     forward, backward = (dist.new_group(list(range(world))) for _ in range(2))

@@ -25,7 +25,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(place: Path, *settings: str) -> str:
     overrides = [word for setting in settings for word in ("--set", setting)]
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.train")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.rank")
     done = python_in(place, *ranks, "--job", "job.yaml", *overrides, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

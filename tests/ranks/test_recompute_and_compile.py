@@ -12,7 +12,7 @@ from test_experts import BLANK
 from test_experts import document as experts
 from training import document, thinned, trained
 
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
 
 # Inductor fuses norms, rotary encoding and SiLU, and sums in another order. Measured: 1.1e-5 on the
 # worst gradient.
@@ -20,23 +20,6 @@ COMPILED = 1e-4
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on CPU needs a C++ compiler"
 )
-
-
-def job(extent: str = "none", **settings: Any) -> dict[str, Any]:
-    return document(layers=2, microbatches=4, train={"activation_checkpointing": extent}, **settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("extent", "schedule"), [("selective", "gpipe"), ("selective", "1f1b"), ("full", "interleaved_zero_bubble")]
-)
-def test_recomputation_gives_the_same_bits(extent: str, schedule: str) -> None:
-    assert_identical(trained(job(extent, pp=2, schedule=schedule)), trained(job()))
-
-
-@pytest.mark.slow
-def test_selective_recomputation_gives_the_same_bits_around_a_ring() -> None:
-    assert_identical(*(trained(job(extent, cp=2, cp_style="ring")) for extent in ("none", "selective")))
 
 
 EXTENTS = ("none", "selective", "full")
@@ -98,10 +81,3 @@ def test_compiled_blocks_leave_experts_and_the_way_to_other_ranks_alone(style: s
     assert not all(torch.equal(found["gradients"][0][name], value) for name, value in plain["gradients"][0].items()), (
         "nothing was compiled"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"cp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}], ids=str)
-def test_selective_recomputation_gives_the_same_bits_with_experts_over_ranks(mesh: dict[str, Any]) -> None:
-    jobs = (experts(mesh=mesh, train={"activation_checkpointing": extent}) for extent in ("none", "selective"))
-    assert_identical(*(trained(job, 1) for job in jobs))

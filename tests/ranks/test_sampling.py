@@ -13,9 +13,9 @@ from harness import run_in_living, run_ranks
 from test_evaluation import VIRTUAL, aborted, lived
 from training import document, thinned
 
-from raypp.inference.source import find_source
-from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.stages.pipeline.decode import Choice, PipelineDecoder, Prompt
+from raypp.tools.inference.source import find_source
 
 TEXT = str(Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt")
 SAMPLE = {"prompts": ["In the beginning", "God"], "every_steps": 2, "max_new_tokens": 12}

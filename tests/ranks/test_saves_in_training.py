@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collecting_reporter import CollectingReporter
 from harness import run_in_turn, run_ranks
-from told import Told
 from training import document
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
+from raypp.rank.own_seat import local_seat
+from raypp.rank.rank import run_rank
 from raypp.records import Requests
-from raypp.spec.load import parse_job
+from raypp.state.checkpoint.commit import list_checkpoints, read_commit
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
 from raypp.storage.directory import DirectoryStore
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 
 STEPS = 8
 
@@ -26,9 +26,12 @@ def life(
     rank: int, world: int, port: int, job: dict[str, Any], stop_at: int = 99, save_at: int = 0
 ) -> tuple[int | None, list[Any]]:
     """Runs a rank that is asked for a stop from a query on, or for a save by one."""
-    told, parsed = Told(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)), parse_job(job)
-    result = run_rank(decide(parsed), local_seat(rank, world, port, parsed), told)
-    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
+    reported, parsed = (
+        CollectingReporter(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)),
+        parse_job(job),
+    )
+    result = run_rank(decide(parsed), local_seat(rank, world, port, parsed), reported)
+    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in reported.events]
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 from harness import run_in_turn
 
-from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import JobError
-from raypp.spec.load import job_document, parse_job
+from raypp.job.load import job_document, parse_job
+from raypp.rank.own_seat import local_seat
+from raypp.rank.step.resume import check_shared
+from raypp.state.checkpoint.run_spec import write_spec
 from raypp.storage import open_store
-from raypp.train.own_seat import local_seat
-from raypp.train.resume import check_shared
 
 
 def check(rank: int, world: int, port: int, folders: list[str]) -> str:

@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from lives import Fate, Lives, _Speaker, same
+from local_run import Kill, LocalRun, _Speaker, same
 from strangers import Address, Siege
 from test_memory_tier import document, lose
 from training import thinned
 
-from raypp.memory import fetch, restore
+from raypp.state.memory import fetch, restore
 
 STEPS = 12
 PAGE = Path(__file__).parents[2] / "docs" / "ports.md"
@@ -36,9 +36,7 @@ def job(**checkpoint: Any) -> dict[str, Any]:
 
 def train_until_the_siege_is_over(_rank: int, _world: int, _port: int, *, folder: Path) -> None:
     """Makes steps slow, and the last one wait. The process may open few descriptors at first.
-
-    `folder` gets two files: `begun`, which the run makes, and `over`.
-    """
+    `folder` gets two files: `begun`, which the run makes, and `over`."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     phase = _Speaker.phase
 
@@ -63,11 +61,11 @@ class Observer:
         error: What went wrong.
     """
 
-    def __init__(self, lives: Lives, folder: Path) -> None:
+    def __init__(self, local_run: LocalRun, folder: Path) -> None:
         self.found: dict[int, dict[Address, str]] = {}
         self.connections = 0
         self.error: BaseException | None = None
-        self._lives, self._folder = lives, folder
+        self._lives, self._folder = local_run, folder
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -119,19 +117,18 @@ def documented(*opened: str) -> dict[str, str]:
 
 @pytest.mark.gate
 def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
-    tmp_path: Path,
-    shared_memory: Callable[[], Path],
+    tmp_path: Path, shared_memory: Callable[[], Path]
 ) -> None:
-    reference = Lives(job(memory_tier=False), tmp_path / "reference", [tmp_path] * 2, [0, 0])
+    reference = LocalRun(job(memory_tier=False), tmp_path / "reference", [tmp_path] * 2, [0, 0])
     losses = reference.attempt_once().losses
     prepare = partial(train_until_the_siege_is_over, folder=tmp_path)
-    lives = Lives(job(), tmp_path / "lives", [shared_memory(), shared_memory()], [0, 1], prepare=prepare)
-    observer = Observer(lives, tmp_path)
-    told = lives.attempt_once()
+    local_run = LocalRun(job(), tmp_path / "local_run", [shared_memory(), shared_memory()], [0, 1], prepare=prepare)
+    observer = Observer(local_run, tmp_path)
+    reported = local_run.attempt_once()
     observer.wait()
     assert sorted(losses) == list(range(1, STEPS + 1))
-    assert told.losses == losses and same(lives.final_state(), reference.final_state()), told
-    assert not told.errors and not told.left and observer.connections > 800
+    assert reported.losses == losses and same(local_run.final_state(), reference.final_state()), reported
+    assert not reported.errors and not reported.left and observer.connections > 800
 
     table = documented("while ranks train", "while ranks train on several nodes, with the memory tier")
     everywhere = {name for name, process in table.items() if process == "every rank"}
@@ -139,7 +136,7 @@ def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
     assert set(observer.found[0].values()) == set(table)
     assert {address[0] for ports in observer.found.values() for address in ports} == {"127.0.0.1"}
 
-    refused = [(event.rank, event.message) for event in told.of_kind("refused_connection")]
+    refused = [(event.rank, event.message) for event in reported.of_kind("refused_connection")]
     assert sorted(rank for rank, _ in refused) == [0, 1]
     for _, message in refused:
         assert re.match("a connection from 127.0.0.1 to the port for copies was refused: ", message)
@@ -192,16 +189,16 @@ def lie(name: str, rank: int, _world: int, _port: int) -> None:
         LIES[name][0]()
 
 
-@pytest.mark.parametrize("name", thinned(LIES, ["other data"], ["sizes", "deep json"]))
+@pytest.mark.parametrize("name", thinned(LIES, ["other data"], ["sizes"]))
 def test_a_partner_that_lies_is_not_believed_and_the_store_is_used(
     name: str, tmp_path: Path, shared_memory: Callable[[], Path], undisturbed: Any
 ) -> None:
     here, there = shared_memory(), shared_memory()
-    lives = Lives(document(every_steps=3), tmp_path, [here, there], [0, 1])
-    lives.attempt_once(Fate((0, 1), after=5, copies=2, commit=3))
+    local_run = LocalRun(document(every_steps=3), tmp_path, [here, there], [0, 1])
+    local_run.attempt_once(Kill((0, 1), after=5, copies=2, commit=3))
     lose(there)
-    lives._prepare = partial(lie, name)
-    second = lives.attempt_once()
+    local_run._prepare = partial(lie, name)
+    second = local_run.attempt_once()
     assert second.restored().startswith("from the store: step 3; ") and LIES[name][1] in second.restored()
     assert "rank 1's snapshot of step " in second.restored()
     assert second.losses == undisturbed[0] and not second.errors

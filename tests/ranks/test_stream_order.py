@@ -20,25 +20,25 @@ from test_no_host_sync import CASES as STEPS
 from test_no_host_sync import PP_FSDP, document
 from training import thinned
 
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import gather_state
-from raypp.measure.fake_device import fake_runner, run_fake_step
-from raypp.measure.played_step import FlashOfBlocks, _flash
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.models.stage import parameter_names
-from raypp.parallel import replica_sums, ring
-from raypp.parallel.host_copies import CopyStreams, Pairs
-from raypp.pipeline import planned_stage
-from raypp.pipeline.activation_offload import ActivationOffload
-from raypp.pipeline.agreement import StepPlan, padded_length
-from raypp.pipeline.planned_stage import PlannedStage
-from raypp.pipeline.runtime import ProgramRuntime
+from raypp.job.load import parse_job
+from raypp.planning.schedules.communication import MessageKind
+from raypp.rank.optimizers.optimizer_offload import OffloadedOptimizer
+from raypp.rank.step import replicas
+from raypp.rank.step.step import ReadStep
 from raypp.records import Requests
-from raypp.schedules.communication import MessageKind
-from raypp.spec.load import parse_job
-from raypp.train import replicas
-from raypp.train.optimizer_offload import OffloadedOptimizer
-from raypp.train.step import ReadStep
+from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.stage import parameter_names
+from raypp.stages.parallel import replica_sums, ring
+from raypp.stages.parallel.host_copies import CopyStreams, Pairs
+from raypp.stages.pipeline import planned_stage
+from raypp.stages.pipeline.activation_offload import ActivationOffload
+from raypp.stages.pipeline.agreement import StepPlan, padded_length
+from raypp.stages.pipeline.planned_stage import PlannedStage
+from raypp.stages.pipeline.runtime import ProgramRuntime
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import gather_state
+from raypp.tools.fake_device import fake_runner, run_fake_step
+from raypp.tools.played_step import FlashOfBlocks, _flash
 
 MIDDLE = ({"pp": 4}, {"microbatches": 6, "lookahead": 2})
 # Each case is a job and the rank that is run.

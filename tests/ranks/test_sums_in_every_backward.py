@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from training import document, numbers, seat_of, thinned, trained
 
-from raypp.measure.parity import train_some_steps
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.tools.parity import train_some_steps
 from raypp.torch_private import fsdp_shards
 
 EXPERTS = {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}

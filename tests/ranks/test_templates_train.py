@@ -12,7 +12,7 @@ from training import on_ranks, thinned, train_steps
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
-from raypp.spec.load import job_document
+from raypp.job.load import job_document
 
 STEPS = 8
 QUICK = ["own-model", "finetune-hf"]

@@ -12,8 +12,8 @@ from harness import run_ranks
 from test_optimizers import train_on
 from training import STEPS, document, numbers, on_ranks, thinned, trained
 
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.ranged_reads import open_files
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.ranged_reads import open_files
 from raypp.storage.directory import DirectoryStore
 
 MATRIX = "model.embed_tokens.weight"
@@ -63,7 +63,7 @@ def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None
     assert_same_sums(numbers(job), numbers(tied()))
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_in_bf16_too_the_ends_of_a_pipeline_have_the_bits_of_one_process() -> None:
     bf16 = {"precision": "bf16"}
     assert_one_matrix(on_ranks(tied(pp=2, train=bf16)))

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collecting_reporter import CollectingReporter
 from harness import run_in_turn, run_ranks
-from told import Told
 from traces import chrome_faults
 from training import document
 
 from raypp.cli.main import run
-from raypp.observe.chrome_trace import chrome_trace
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
-from raypp.observe.trace import COMPUTE, RankTrace, TracePlace, is_complete, list_traces, read_trace
-from raypp.observe.trace_analysis import analyse
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
+from raypp.rank.own_seat import local_seat
+from raypp.rank.rank import run_rank
 from raypp.records import Requests, RunState
-from raypp.spec.load import parse_job
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
+from raypp.state.run_records.trace import COMPUTE, RankTrace, TracePlace, is_complete, list_traces, read_trace
 from raypp.storage import open_store
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
+from raypp.tools.chrome_trace import chrome_trace
+from raypp.tools.trace_analysis import analyse
 
 STEPS, FIRST, TRACED, MICROBATCHES = 6, 3, 2, 8
 
@@ -33,10 +33,10 @@ def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, node
     """Runs a rank on the node that its seat names: clocks of nodes are compared by messages."""
     parsed = parse_job(job)
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
-    told = Told(lambda asked: Requests(trace=trace if rank == 0 and asked == FIRST else 0))
-    run_rank(decide(parsed), seat, told)
-    parts = [report.parts_s for report in told.reports]
-    return {"losses": [report.loss for report in told.reports], "parts": parts, "kinds": told.kinds()}
+    reported = CollectingReporter(lambda asked: Requests(trace=trace if rank == 0 and asked == FIRST else 0))
+    run_rank(decide(parsed), seat, reported)
+    parts = [report.parts_s for report in reported.reports]
+    return {"losses": [report.loss for report in reported.reports], "parts": parts, "kinds": reported.kinds()}
 
 
 def job_in(folder: Path, **mesh: int) -> dict[str, Any]:

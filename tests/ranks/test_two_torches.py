@@ -25,7 +25,7 @@ from test_experts import document as experts
 from test_recut_of_runs import live
 from training import document, merged, train_steps
 
-from raypp.schedules.catalogue import SCHEDULES
+from raypp.planning.schedules.catalogue import SCHEDULES
 
 # The first test waits for the numbers of all jobs with both torches.
 pytestmark = [pytest.mark.timeout(900), needs_other_torch]
@@ -169,10 +169,8 @@ def surface(rank: int, world: int, port: int) -> tuple[str, dict[str, set[str]]]
 
 def added(old: dict[str, set[str]], new: dict[str, set[str]]) -> list[str]:
     """Returns what only the new release has, sorted: `torch.f`, `torch.f(p)` for a parameter of
-    what both have, and `.m_n` for a member that no class of the old one has.
-
-    Members of one word (`.out`) are left out: a source does not tell whose they are.
-    """
+    what both have, and `.m_n` for a member that no class of the old one has. Members of one word
+    (`.out`) are left out: a source does not tell whose they are."""
     members = set().union(*old.values())
     parts = {(name, part) for name in new.keys() & old.keys() for part in new[name] - old[name]}
     parameters = {name + part for name, part in parts if part.startswith("(")}

@@ -8,12 +8,12 @@ import pytest
 from harness import run_in_turn
 from training import document
 
-from raypp.measure.parity import train_some_steps
+from raypp.job.load import parse_job
 from raypp.planning.resolve import resolve_pipeline
-from raypp.schedules.waiting import Waiting, waiting_sends
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat
-from raypp.train.step import StepRunner
+from raypp.planning.schedules.waiting import Waiting, waiting_sends
+from raypp.rank.own_seat import local_seat
+from raypp.rank.step.step import StepRunner
+from raypp.tools.parity import train_some_steps
 
 UPPER = {"rank": 2, "base": "fp32", "targets": ["layers.6.self_attn.q_proj", "layers.7.self_attn.q_proj"]}
 """Adapters of the two uppermost layers: the stages below have no backward."""

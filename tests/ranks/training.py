@@ -13,10 +13,10 @@ import pytest
 import torch
 from harness import run_in_living
 
-from raypp.data.loader import Loader, Microbatch
-from raypp.measure.parity import train_some_steps, whole
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat as seat_of
+from raypp.job.load import parse_job
+from raypp.rank.data.loader import Loader, Microbatch
+from raypp.rank.own_seat import local_seat as seat_of
+from raypp.tools.parity import train_some_steps, whole
 
 __all__ = ["Changed", "Numbers", "document", "merged", "numbers", "on_ranks", "seat_of", "thinned", "train_steps",
            "trained", "whole", "without_labels"]  # fmt: skip
@@ -28,9 +28,6 @@ def document(*, layers: int = 4, microbatches: int = 8, schedule: str = "1f1b", 
     """Returns a small job whose gradients are clipped.
 
     Args:
-        layers: Number of layers.
-        microbatches: Microbatches of a step, of all replicas together.
-        schedule: The pipeline's schedule.
         sections: Keys of `mesh`, and sections: `model`, `pipeline` and `train` are laid over those
             of the job.
     """
@@ -86,19 +83,7 @@ def train_steps(
     **watch: Any,
 ) -> dict[str, Any]:
     """Trains and returns losses, norms, the scaled gradients of every step and the final weights,
-    by global name.
-
-    Args:
-        rank: This rank.
-        world: Number of ranks.
-        port: Port of the rendezvous.
-        document: The job.
-        steps: Number of steps.
-        device_type: Device of the computation.
-        blank: Microbatches, counted through all replicas, that have no label.
-        dtype: Type of the computation where the job says fp32.
-        watch: `before` and `tell` of `train_some_steps`.
-    """
+    by global name."""
     # Comparisons with the CPU need products in fp32.
     job = parse_job({**document, "train": {"tf32": False, **document.get("train", {})}})
     seat = seat_of(rank, world, port, job, device=device_type)
@@ -114,15 +99,12 @@ def train_steps(
         reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped, **watch)
     weights = kept.pop("weights")
     return {
-        "loss": [r.loss for r in reports],
-        "grad_norm": [r.grad_norm for r in reports],
-        "tokens": [r.tokens for r in reports],
-        "extras": [r.extras for r in reports],
-        "wire_bytes": [r.wire_bytes for r in reports],
-        "parts": [set(r.parts_s) for r in reports],
-        "gradients": list(kept.values()),
-        "weights": weights,
-    }
+        "loss": [r.loss for r in reports], "grad_norm": [r.grad_norm for r in reports],
+        "tokens": [r.tokens for r in reports], "extras": [r.extras for r in reports],
+        "flops": [r.flops for r in reports], "wire_bytes": [r.wire_bytes for r in reports],
+        "replica_bytes": [r.replica_bytes for r in reports],
+        "parts": [set(r.parts_s) for r in reports], "gradients": list(kept.values()), "weights": weights,
+    }  # fmt: skip
 
 
 @contextmanager
@@ -140,7 +122,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     sums."""
     first = results[0]
     for other in results[1:]:
-        same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras"))
+        same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras", "flops"))
         assert same, "ranks report different sums"
     steps = len(first["gradients"])
     return {
@@ -152,10 +134,8 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def thinned(cases: Iterable[Any], quick: Collection[Any], gate: Collection[Any] = ()) -> list[Any]:
     """Returns the cases of a parametrised test. All but those of `quick` are slow tests, of which
-    `.ci/run` runs those of `gate`.
-
-    `test_pairs_of_features.py` trains each pair of features. A quick case shows what that does not.
-    """
+    `.ci/run` runs those of `gate`. `test_pairs_of_features.py` trains each pair of features. A
+    quick case shows what that does not."""
     cases = list(cases)
     unknown = [case for case in (*quick, *gate) if case not in cases]
     assert not unknown, unknown
@@ -181,19 +161,10 @@ def on_ranks(
     dtype: torch.dtype = torch.float32,
     train: Callable[..., dict[str, Any]] = train_steps,
 ) -> list[dict[str, Any]]:
-    """Trains a job when its result is first requested; returns what each rank found.
-
-    Jobs of one mesh run in the same processes, one after another. Other meshes have separate ones:
-    for the life of a process, torch's DTensor remembers the names of the groups through which it
-    moved a tensor's shards, and a mesh of another shape has other names.
-
-    Args:
-        job: The job.
-        steps: Number of steps.
-        blank: As for `train_steps`.
-        dtype: Likewise.
-        train: Takes the arguments of `train_steps` and returns what it returns.
-    """
+    """Trains a job when its result is first requested; returns what each rank found. Jobs of one
+    mesh run in the same processes, one after another. Other meshes have separate ones: for the life
+    of a process, torch's DTensor remembers the names of the groups through which it moved a
+    tensor's shards, and a mesh of another shape has other names."""
     case = job, steps, "cpu", blank, dtype
     key = json.dumps([train.__module__, train.__qualname__, case], default=str)
     if key not in _found:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypp.models.attention_kernel import AttentionKernel, Segments
-from raypp.models.documents import PackedDocuments
-from raypp.models.varlen_attention import attend_with_sinks
-from raypp.spec.attention_rule import AttentionRule
+from raypp.job.attention_rule import AttentionRule
+from raypp.stages.models.attention_kernel import AttentionKernel, Segments
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.varlen_attention import attend_with_sinks
 
 
 class VarlenReference:

@@ -17,17 +17,16 @@ import pytest
 from actor_names import without_digest
 from one_at_a_time import one_at_a_time
 
-from raypp.checkpoint.run_spec import newest_number, write_spec
-from raypp.clusters import local
-from raypp.clusters.dashboard import DashboardError
-from raypp.clusters.find import Cluster, find_cluster
-from raypp.clusters.known_runs import RunPlace, cluster_name
 from raypp.control import client
-from raypp.control.protocol import RELAYS_FROM_RANKS
+from raypp.control.clusters import local_servers
+from raypp.control.clusters.dashboard import DashboardError
+from raypp.control.clusters.find import Cluster, find_cluster
+from raypp.control.clusters.known_runs import RunPlace, cluster_name
 from raypp.errors import RayppError, UnreachableError
-from raypp.observe.reader import RunReader
-from raypp.observe.status import is_final
-from raypp.spec.load import job_document, parse_job
+from raypp.job.load import job_document, parse_job
+from raypp.state.checkpoint.run_spec import newest_number, write_spec
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import is_final
 from raypp.storage import open_store
 from tests.ray.extra_nodes import ExtraNodes
 
@@ -44,10 +43,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     os.environ["PYTHONPATH"] = str(_HERE)
     try:
         with one_at_a_time():
-            local.up(16)
+            local_servers.up(16)
         yield find_cluster()
     finally:
-        local.down(delete_data=True)
+        local_servers.down(delete_data=True)
         os.environ.clear()
         os.environ.update(before)
 
@@ -224,7 +223,6 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     ) -> Started:
         """From attempt `hold_from` on, step `hold` is not taken before `let_go` is called."""
         rank_function = more.pop("rank_function", "stand_in:run_rank")
-        relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
         environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": f"{hold}:{hold_from}"}
         environment |= {"STAND_IN_FAULT": fault} if fault else {}
         job = parse_job(
@@ -239,9 +237,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         write_spec(store, name, job_document(job), newest_number(store, name) + 1)
-        submission_id = client.submit_run(
-            job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
-        )
+        submission_id = client.submit_run(job, cluster, store.url, rank_function=rank_function)
         run = Started(name, cluster, submission_id, RunReader(store, name), tmp_path / name, store.url)
         started.append(run)
         return run

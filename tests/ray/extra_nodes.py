@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 from one_at_a_time import one_at_a_time
 
-from raypp.clusters.find import Cluster
-from raypp.clusters.local import LocalCluster
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.local import LocalCluster
+from raypp.control.clusters.ray_head import TELL_THE_RAYLET, agent_ports
 from raypp.errors import UnreachableError
 
 CPUS = 40
@@ -26,22 +27,19 @@ _PATIENCE_S = 300.0
 
 
 def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Returns a Ray CLI command, and the environment that makes it act on this cluster.
-
-    Ray replaces the head's 127.0.0.1 by an address on which the head does not listen.
-    """
-    program = """if True:
-        import sys
-        from ray._private import services
-        from ray.scripts.scripts import main
-        services.resolve_ip_for_localhost = lambda host: host
-        sys.argv[0] = "ray"
-        sys.exit(main())
-    """
+    """Returns a Ray CLI command, and the environment that makes it act on this cluster. Ray
+    replaces the head's 127.0.0.1 by an address on which the head does not listen."""
+    program = f"""{TELL_THE_RAYLET}
+from ray.scripts.scripts import main
+services.resolve_ip_for_localhost = lambda host: host
+sys.argv[0] = "ray"
+sys.exit(main())
+"""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
     environment |= embedded.ray_environment() | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a head may take long on a busy machine
+        "RAY_agent_register_timeout_ms": "300000",  # and so may a node's agents
     }
     environment.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # such a node has neighbours
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
@@ -121,7 +119,7 @@ class ExtraNodes:
             *([f"--labels={labels}"] if labels else []),
             "--object-store-memory=100000000",
             f"--temp-dir={directory}",  # nodes that share the head's directory would also share its unpacked packages
-            "--dashboard-agent-listen-port=0",
+            *agent_ports(),
             "--min-worker-port=0",
             "--max-worker-port=0",
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypp.recovery.policies import default
-from raypp.recovery.policy import AttemptEnd, Decision, GiveUp, Policy, Restart, describe, root_cause
-from raypp.spec.job import RecoverySection
+from raypp.control.recovery.policies import default
+from raypp.control.recovery.policy import AttemptEnd, Decision, GiveUp, Policy, Restart, describe, root_cause
+from raypp.job.job import RecoverySection
 
 
 def build(recovery: RecoverySection) -> Policy:

@@ -3,8 +3,7 @@
 The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0 writes its progress
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
 `kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
-`stall` makes all ranks wait in a sum, whatever the rank. The kind
-`unsaved` fails the last save of an attempt, which leaves the step before in `memory` for the next.
+`stall` makes all ranks wait in a sum, whatever the rank.
 `STAND_IN_HOLD` is `step:attempt`: from this attempt on, that step is not taken before the file
 `go` exists.
 """
@@ -17,22 +16,14 @@ import os
 import time
 from pathlib import Path
 
-from raypp.errors import RayppError
-from raypp.failure_kinds import FailureKind
+from raypp.job.job import Job
 from raypp.planning.decision import Decision
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
-from raypp.spec.job import Job
 
 _STEP_S = 0.05
 _VICTIM_S = 30.0
 _left: set[int] = set()
 """Attempts that this process was asked to leave."""
-
-
-class Unsaved(RayppError):
-    """Stands in for the error of a last save."""
-
-    failure_kind = FailureKind.SAVE_FAILED
 
 
 def leave(seat: Seat) -> None:
@@ -52,8 +43,7 @@ def run_rank(decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
 
 def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     committed = _read(place / "commit")
-    step = max(committed, _read(place / "memory"))
-    stopped = False
+    step, stopped = committed, False
     for old in range(max(1, committed - 20), committed + 1):  # like a checkpoint, which holds the newest reports
         reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt - 1))
     while step < job.train.steps and not stopped:
@@ -76,8 +66,6 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
         if step > committed and (
             requests.save or due or step == job.train.steps or (stopped and requests.save_before_stop)
         ):
-            if stopped or step == job.train.steps:
-                _fail_to_save(seat, step, place)
             committed = step
             _write(place / "commit", step)
             reporter.event(Event("committed", f"step {step}", attempt=seat.attempt, step=step))
@@ -146,13 +134,6 @@ def _fault(seat: Seat, step: int, place: Path, reporter: Reporter) -> None:
         ctypes.string_at(0)
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/full")
-
-
-def _fail_to_save(seat: Seat, step: int, place: Path) -> None:
-    kind, _, _, times = os.environ.get("STAND_IN_FAULT", ":::0").split(":")
-    if kind == "unsaved" and seat.attempt <= int(times):
-        _write(place / "memory", step - 1)
-        raise Unsaved(f"the last checkpoint, of step {step}, was not saved: the disk is full")
 
 
 def _write(path: Path, step: int) -> None:

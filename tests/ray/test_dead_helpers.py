@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypp.clusters.find import Cluster
+from raypp.control.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node
 

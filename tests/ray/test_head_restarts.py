@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.find import Cluster
+from raypp.control.clusters.dashboard import Dashboard
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.ray_head import agent_ports
 from raypp.errors import RayppError
 from raypp.ports import free_ports
 from tests.ray.conftest import runs_on
@@ -50,7 +51,7 @@ class Head:
             *("start", "--head", "--block", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}", "--num-cpus=0"),
             *self._ports,
             "--dashboard-host=127.0.0.1",
-            "--dashboard-agent-listen-port=0",
+            *agent_ports(),
             "--min-worker-port=0",
             "--max-worker-port=0",
             "--object-store-memory=100000000",

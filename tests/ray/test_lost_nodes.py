@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from held_back import held_back
 
-from raypp.clusters.find import Cluster
+from raypp.control.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
@@ -252,14 +252,10 @@ def test_real_ranks_go_on_without_a_lost_site_and_take_it_back_at_an_outer_step(
 def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
     assert cluster.embedded is not None
     command, environment = ray_command(
-        cluster.embedded,
-        "drain-node",
-        f"--address={cluster.embedded.gcs}",
-        f"--node-id={node.node_id}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION",
-        "--reason-message=the cloud wants it back",
+        cluster.embedded, "drain-node", f"--address={cluster.embedded.gcs}", f"--node-id={node.node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=the cloud wants it back",
         f"--deadline-remaining-seconds={deadline_s}",
-    )
+    )  # fmt: skip
     subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raypp.clusters.find import Cluster
-from raypp.control.inference_client import use_on_cluster
-from raypp.inference.processes import GenerationError, Generators, NewToken
-from raypp.inference.prompts import Encoded
-from raypp.inference.source import find_source
+from raypp.control.clusters.find import Cluster
+from raypp.tools.inference.client import use_on_cluster
+from raypp.tools.inference.processes import GenerationError, Generators, NewToken
+from raypp.tools.inference.prompts import Encoded
+from raypp.tools.inference.source import find_source
 from tests.ray.extra_nodes import CPUS, ExtraNodes
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,18 +13,9 @@ from tests.ray.conftest import StartRun
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param(0, id="first", marks=pytest.mark.slow),
-        pytest.param(2, id="middle"),
-        pytest.param(3, id="last", marks=pytest.mark.slow),
-    ],
-)
-def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
-    start_run: StartRun, victim: int
-) -> None:
-    run = start_run(f"survive{victim}", steps=240, hold=13)
+def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(start_run: StartRun) -> None:
+    victim = 2
+    run = start_run("survive", steps=240, hold=13)
     run.wait_step(12)
 
     def standbys() -> list[str]:
@@ -50,19 +41,6 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_run: StartRun) -> None:
-    run = start_run("raises", steps=60, fault="raise:2:12:1", hold=7, recovery={"standby": False})
-    run.wait_step(6)
-    before = run.pids()
-    run.let_go()
-    run.wait_attempt(2)
-    after = run.pids()
-    assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, False, True]
-    assert run.wait_end()["state"] == "SUCCEEDED"
-    run.assert_nothing_left()
-
-
-@pytest.mark.slow
 def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_nothing(start_run: StartRun) -> None:
     run = start_run("phoenix", steps=150, hold=13)
     run.wait_step(12)
@@ -83,22 +61,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     run.assert_nothing_left()
 
 
-@pytest.mark.gate
-def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
-    run = start_run("both", steps=120, hold=9)
-    run.wait_step(8)
-    before = run.pids()
-    os.kill(run.controller(), signal.SIGKILL)
-    os.kill(before[3], signal.SIGKILL)
-    run.let_go()
-    status = run.wait_end()
-    assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 120, 2, 1)
-    assert run.pids()[:3] == before[:3]
-    assert "pp1-fsdp1" in run.event("rank_failed").message
-    run.assert_nothing_left()
-
-
-@pytest.mark.gate
+@pytest.mark.slow
 def test_restarts_that_were_used_up_under_a_killed_controller_count_under_the_next(start_run: StartRun) -> None:
     recovery = {"max_restarts": 1}
     run = start_run("budget", steps=120, every=0, fault="exit:2:60:99", hold=30, hold_from=2, recovery=recovery)

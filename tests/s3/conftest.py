@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 if TYPE_CHECKING:
     from fault_proxy import FaultProxy
 
-    from raypp.clusters.seaweed import SeaweedServer
+    from raypp.control.clusters.seaweed import SeaweedServer
 
 _RUNS = (f"run-{number}" for number in itertools.count())
 

@@ -6,18 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from collecting_reporter import CollectingReporter
 from fault_proxy import FaultProxy
 from in_one_process import InOneProcess
 from newest_usable import newest_usable
 from seaweed import BUCKET
-from told import Told
 from torch import Tensor, nn
 
-from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.records import Coordinates, Seat
+from raypp.state.checkpoint.commit import claim_next_attempt, list_checkpoints
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.storage import ObjectStore
 from raypp.storage.s3 import S3Store
 
@@ -29,7 +29,7 @@ class OneRank:
     """Claims the next attempt of a run, trains a small model and saves it."""
 
     def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
-        self.store, self.run, self.reporter = store, run, Told()
+        self.store, self.run, self.reporter = store, run, CollectingReporter()
         torch.manual_seed(0)
         self.stage = nn.Linear(1024, 1500)
         self.optimizer = torch.optim.AdamW(self.stage.parameters())

@@ -11,16 +11,16 @@ import pytest
 from saving import PART, OneRank, committed, newest
 from seaweed import BUCKET
 
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.layout import commit_key, rank_key
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
 from raypp.storage.s3 import S3Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not(seaweed_server: SeaweedServer) -> None:
+def test_of_two_attempts_at_once_the_newer_commits_and_the_older_learns_why_not(seaweed_server: SeaweedServer) -> None:
     start = threading.Barrier(2)
 
     def live() -> OneRank:

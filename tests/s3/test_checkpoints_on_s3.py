@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from botocore.exceptions import ClientError
+from collecting_reporter import CollectingReporter
 from in_one_process import InOneProcess
 from saving import PART, OneRank, committed, newest, saved
 from seaweed import BUCKET
-from told import Told
 from torch import nn
 
-from raypp.checkpoint.commit import Commit, StaleAttemptError, claim_next_attempt, write_commit
-from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.retention import find_leftovers, look_after_store, remove_leftovers
-from raypp.checkpoint.save import CheckpointSaver
 from raypp.records import Coordinates, Seat
+from raypp.state.checkpoint.commit import Commit, StaleAttemptError, claim_next_attempt, write_commit
+from raypp.state.checkpoint.layout import rank_key
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.retention import find_leftovers, look_after_store, remove_leftovers
+from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.storage.s3 import S3Store
 
 
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 @pytest.mark.gate
 def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str) -> None:
-    attempt, together, reporter = claim_next_attempt(store, run), InOneProcess(), Told()
+    attempt, together, reporter = claim_next_attempt(store, run), InOneProcess(), CollectingReporter()
     stages, savers = [Layers(0, 1), Layers(2)], []
     for rank, stage in enumerate(stages):
         seat = Seat(run, attempt, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
@@ -139,7 +139,7 @@ def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Stor
     store.put(rank_key(run, 5, 1, 0), b"1234")
     removed = []
     for _ in range(2):
-        reporter = Told()
+        reporter = CollectingReporter()
         seat = Seat(run, claim_next_attempt(store, run), 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
         look_after_store(store, run, seat, reporter).join(60)
         (event,) = reporter.events

@@ -16,8 +16,8 @@ from seaweed import BUCKET
 from stand_in_clock import StandInClock
 from store_contract import assert_one_writer_wins
 
-from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
+from raypp.state.checkpoint.commit import claim_attempt, claim_next_attempt
 from raypp.storage import AlreadyExists, s3
 from raypp.storage.s3 import BIDS, create_by_bids
 
@@ -36,7 +36,7 @@ def test_each_server_is_asked_whether_it_honours_the_condition(server: Any, run:
     assert list(store.list_all()) == []
 
 
-def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
+def test_a_server_that_ignores_the_condition_is_found_out_and_reported_once(
     ignoring: RcloneServer, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ignoring.store(BUCKET, run)

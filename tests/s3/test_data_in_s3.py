@@ -14,11 +14,11 @@ import zstandard
 from datasets import Dataset, DatasetDict
 from seaweed import BUCKET
 
-from raypp.data.loader import open_loader
-from raypp.data.sources import check_data, open_documents, source_request
-from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, UnreachableError
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.rank.data.loader import open_loader
+from raypp.rank.data.sources import check_data, open_documents, source_request
+from raypp.rank.data.write_shards import Options, write_shards
 from raypp.storage import open_store
 
 pytestmark = pytest.mark.usefixtures("in_seaweed")
@@ -59,7 +59,7 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
     open_store(f"s3://{BUCKET}/ids").put("a.npy", sink.getvalue())
     for _ in range(2):
         assert documents(kind="tokens", path=f"s3://{BUCKET}/ids") == [[1, 2, 256], [3]]
-        monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
+        monkeypatch.setattr("raypp.rank.data.source_files.SourceFile.chunks", None)
 
 
 @pytest.mark.gate

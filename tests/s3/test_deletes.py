@@ -10,12 +10,12 @@ from fault_proxy import FaultProxy, Request, asks
 from saving import committed, saved, store_at
 from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
-from raypp.doctor.findings import findings
-from raypp.doctor.node import NodeProbe
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage import StoreError
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
+from raypp.tools.doctor.findings import findings
+from raypp.tools.doctor.node import NodeProbe
 
 # What each answers to a DeleteObjects without Content-MD5.
 SERVERS = {
@@ -69,7 +69,7 @@ def test_a_run_saves_and_removes_old_checkpoints_there(proxy: FaultProxy, store:
     assert committed(store, run) == [3]
 
 
-def test_no_right_to_delete_is_told_once_and_nothing_is_assumed(proxy: FaultProxy, store: S3Store) -> None:
+def test_no_right_to_delete_is_reported_once_and_nothing_is_assumed(proxy: FaultProxy, store: S3Store) -> None:
     store.put("a", b"")
     together = proxy.add(is_together, times=1, status=403, code="AccessDenied")
     single = proxy.add(asks("DELETE"), times=1, status=403, code="AccessDenied")

@@ -17,8 +17,8 @@ import pytest
 from saving import PART, committed, saved
 from seaweed import BUCKET
 
-from raypp.checkpoint.layout import rank_key
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
+from raypp.state.checkpoint.layout import rank_key
 from raypp.storage import AccessRefused, StoreError
 from raypp.storage.s3 import S3Store
 
@@ -258,7 +258,7 @@ def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_n
     assert int(ahead.stdout.split()[-1]) > int(behind.stdout.split()[-1]) + 600
 
 
-def test_a_clock_that_is_hours_off_is_told_as_such_by_a_server_that_minds(
+def test_a_clock_that_is_hours_off_is_reported_as_such_by_a_server_that_minds(
     server: Any, run: str, other_clock: Path
 ) -> None:
     off = save_elsewhere(f"s3://{BUCKET}/clocks", run, "1", 4 * 3600, other_clock, **server.environment())

@@ -11,10 +11,10 @@ import pytest
 from fault_proxy import FaultProxy, Request, asks
 from saving import PART, OneRank, newest, saved, store_at
 
-from raypp.checkpoint.commit import claim_attempt
-from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.errors import CheckpointError
+from raypp.state.checkpoint.commit import claim_attempt
+from raypp.state.checkpoint.layout import commit_key, rank_key
 from raypp.storage import AlreadyExists, ServerNotThere, StoreError
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
@@ -107,7 +107,7 @@ def test_a_load_reads_again_what_came_in_part_only(how: str, proxy: FaultProxy, 
 
 
 @pytest.mark.slow
-def test_a_body_that_never_comes_whole_is_told_with_the_objects_name(
+def test_a_body_that_never_comes_whole_is_reported_with_the_objects_name(
     proxy: FaultProxy, store: S3Store, seaweed_server: SeaweedServer, run: str
 ) -> None:
     rank = saved(store, run, 1)

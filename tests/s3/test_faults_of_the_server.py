@@ -12,7 +12,7 @@ from fault_proxy import FaultProxy, Request, asks
 from saving import PART, committed, newest, saved, store_at
 from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
 

@@ -13,12 +13,12 @@ from lies import LIES, answer, redirect
 from seaweed import BUCKET
 
 from raypp.cli.main import run as raypp
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.errors import RayppError
-from raypp.observe.json_lines import LogLine
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
+from raypp.state.run_records.json_lines import LogLine
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import open_store, s3_listing
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience, bounded_command
@@ -26,12 +26,8 @@ from raypp.storage.store_retry import Patience, bounded_command
 pytestmark = pytest.mark.timeout(120)  # a lie must hold up no command for ever
 PREFIX = "lying"
 TYPICAL = (
-    "a listing of one new key a page",
-    "keys with ..",
-    "bodies without end",
-    "503 for ever",
-    "errors that are a bomb",
-)
+    "a listing of one new key a page", "keys with ..", "bodies without end", "503 for ever", "errors that are a bomb",
+)  # fmt: skip
 """One lie of a kind: pages, keys, bodies, statuses, documents. Slow tests tell all."""
 COMMANDS = {
     "status": ["status", "RUN"],
@@ -95,7 +91,7 @@ def command(name: str, out: Path) -> int:
 
 
 @pytest.mark.gate
-def test_every_command_succeeds_on_the_store_when_it_tells_the_truth(
+def test_every_command_succeeds_on_the_store_when_it_does_not_lie(
     place: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "30")

@@ -15,7 +15,7 @@ from saving import PART
 from seaweed import BUCKET
 from stand_in_clock import StandInClock
 
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage import rate_limit
 from raypp.storage.directory import DirectoryStore
 from raypp.storage.rate_limit import YIELDED, Abandoned, OtherTraffic, Pace

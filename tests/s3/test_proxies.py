@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 from fault_proxy import FaultProxy, fault_proxy
 from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage import StoreError, open_store
 from raypp.storage.s3 import S3Store
 
@@ -92,7 +92,7 @@ def test_a_proxy_that_refuses_is_named_first(
     status: int, page: str, squid: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "0")
-    with nasty.server(PAGES[page], status) as proxy:
+    with hostile.server(PAGES[page], status) as proxy:
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
         error = refusal_of(store_elsewhere())
     (problem,) = error.problems

@@ -28,11 +28,9 @@ def s3_store(server: Any) -> S3Store:
 
 
 def _contract_of(scheme: str) -> type:
-    """Returns the contract's tests for the store that the fixture `<scheme>_store` opens.
-
-    The fixture is named in a signature, not asked for by `getfixturevalue`: it may have parameters
-    of its own, such as the kinds of servers.
-    """
+    """Returns the contract's tests for the store that the fixture `<scheme>_store` opens. The
+    fixture is named in a signature, not asked for by `getfixturevalue`: it may have parameters of
+    its own, such as the kinds of servers."""
 
     def store(self: StoreContract, **fixtures: ObjectStore) -> ObjectStore:
         return fixtures[f"{scheme}_store"]
@@ -75,7 +73,7 @@ def test_a_bucket_is_created_only_when_asked_for(server: Any, monkeypatch: pytes
 
 
 @pytest.mark.gate
-def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: Any) -> None:
+def test_a_wrong_secret_and_an_unknown_key_are_distinguished(server: Any) -> None:
     wrong = S3Store(BUCKET, endpoint=server.endpoint, access_key=server.access_key, secret_key="wrong")
     with pytest.raises(AccessRefused, match="secret key is wrong"):
         wrong.probe()
@@ -84,7 +82,7 @@ def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: Any) -> None:
         unknown.probe()
 
 
-def test_no_server_at_the_endpoint_is_told_with_the_endpoint() -> None:
+def test_no_server_at_the_endpoint_is_reported_with_the_endpoint() -> None:
     store = S3Store(BUCKET, endpoint="http://127.0.0.1:9", access_key="a", secret_key="b")
     with pytest.raises(ServerNotThere, match=r"http://127\.0\.0\.1:9"):
         store.probe()

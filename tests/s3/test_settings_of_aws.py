@@ -16,8 +16,8 @@ from fault_proxy import FaultProxy, Request
 from saving import PART
 from seaweed import BUCKET, seaweed
 
-from raypp.clusters.seaweed import SeaweedServer
-from raypp.clusters.seaweed_locks import write_locks
+from raypp.control.clusters.seaweed import SeaweedServer
+from raypp.control.clusters.seaweed_locks import write_locks
 from raypp.errors import JobError
 from raypp.storage import open_store
 from raypp.storage.s3 import S3Store
@@ -179,7 +179,7 @@ def test_a_server_with_a_key_encrypts_what_is_written_and_gives_it_back(
         with (folder / "security.toml").open("a") as settings:
             settings.write(f'[s3.sse]\nkey = "{secrets.token_hex(32)}"\n')
 
-    monkeypatch.setattr("raypp.clusters.seaweed.write_locks", with_a_key)
+    monkeypatch.setattr("raypp.control.clusters.seaweed.write_locks", with_a_key)
     plain = b"a canary of the plain text" * (2 * PART // 26)
     with seaweed(tmp_path) as server:
         for name, value in server.environment().items():

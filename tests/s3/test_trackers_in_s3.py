@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from seaweed import BUCKET
 
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.tracking import Trackers, identity
+from raypp.job.load import parse_job
 from raypp.records import Event, StepReport
-from raypp.spec.load import parse_job
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.tracking import Trackers, identity
 from raypp.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_seaweed")]
@@ -33,8 +33,8 @@ def test_tensorboard_reads_a_resumed_run_from_s3(tmp_path: Path, monkeypatch: py
             trackers.step(StepReport(step, 1.0 / step, 0.5, 10, 10, 0.1, 100.0, 1))
         trackers.close("STOPPED", 200.0)
     where = f"{URL}/far/trackers/tensorboard"
-    told = f"tracker tensorboard: raypp tensorboard far, or tensorboard --logdir {where}"
-    assert [event.message for event in events] == [told] * 2
+    reported = f"tracker tensorboard: raypp tensorboard far, or tensorboard --logdir {where}"
+    assert [event.message for event in events] == [reported] * 2
     curve = EventAccumulator(where).Reload().Scalars("loss")
     assert [(one.step, one.value) for one in curve] == [(step, pytest.approx(1 / step)) for step in range(1, 8)]
     assert not list(tmp_path.glob("raypp-tracker-*"))  # nothing stays on the node

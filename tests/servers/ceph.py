@@ -161,25 +161,16 @@ class CephServer:
         self._launch("radosgw", "-n", "client.rgw")
         self._wait("radosgw", self._answers)
         self._run(
-            "radosgw-admin",
-            "user",
-            "create",
-            "--uid=raypp",
-            "--display-name=raypp",
-            f"--access-key={_ACCESS_KEY}",
+            "radosgw-admin", "user", "create", "--uid=raypp", "--display-name=raypp", f"--access-key={_ACCESS_KEY}",
             f"--secret-key={_SECRET_KEY}",
-        )
+        )  # fmt: skip
 
     def _run(self, program: str, *arguments: str) -> str:
         where = [] if program == "monmaptool" else ["-c", str(self.directory / "ceph.conf")]
         done = subprocess.run(
-            [program, *where, *arguments],
-            cwd=self.directory,
-            env=_environment(),
-            capture_output=True,
-            text=True,
+            [program, *where, *arguments], cwd=self.directory, env=_environment(), capture_output=True, text=True,
             timeout=_START_S,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{program} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
         return done.stdout

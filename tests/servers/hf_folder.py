@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from raypp.hf.config import config_from_options
-from raypp.hf.names import hf_parts, model_tensors
-from raypp.spec.families import FAMILIES
+from raypp.job.known_families import FAMILIES
+from raypp.state.hf.config import config_from_options
+from raypp.state.hf.names import hf_parts, model_tensors
 
 
 def write_hf_folder(folder: Path, seed: int = 0, *, kind: str = "llama", **sizes: Any) -> dict[str, np.ndarray]:

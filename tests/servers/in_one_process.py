@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypp.checkpoint.announce import Announcements
+from raypp.state.checkpoint.announce import Announcements
 
 
 class InOneProcess(Announcements):

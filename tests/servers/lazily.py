@@ -7,10 +7,8 @@ from typing import Any
 
 
 class Lazily:
-    """Stands for a module until one of its attributes is needed.
-
-    `importlib.util.LazyLoader` cannot load transformers, which replaces itself in `sys.modules`.
-    """
+    """Stands for a module until one of its attributes is needed. `importlib.util.LazyLoader` cannot
+    load transformers, which replaces itself in `sys.modules`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -39,10 +39,10 @@ def answer(
     client: socket.socket, status: int, headers: dict[str, str], body: bytes = b"", length: str | None = None
 ) -> None:
     """Sends an answer. `length`: the Content-Length, None: the true one, empty: none."""
-    told = {**headers, "content-length": str(len(body)) if length is None else length, "connection": "close"}
+    reported = {**headers, "content-length": str(len(body)) if length is None else length, "connection": "close"}
     if length == "":
-        del told["content-length"]
-    head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        del reported["content-length"]
+    head = "".join(f"{name}: {value}\r\n" for name, value in reported.items())
     client.sendall(f"HTTP/1.1 {status} Told\r\n{head}\r\n".encode("latin-1") + body)
 
 
@@ -120,8 +120,8 @@ def _headers(**changed: str) -> Lie:
         wanted = {name.replace("_", "-"): value for name, value in changed.items()}
         length = wanted.pop("content-length", None)
         headers = {**real.headers, **wanted}
-        told = headers.pop("content-length", None) if length is None else length
-        answer(client, real.status, headers, real.body, told if request.method == "HEAD" else length)
+        reported = headers.pop("content-length", None) if length is None else length
+        answer(client, real.status, headers, real.body, reported if request.method == "HEAD" else length)
 
     return lie
 
@@ -180,7 +180,7 @@ def redirect(status: int, to: str) -> Lie:
     return lie
 
 
-def _error(code: str, message: str = "told") -> bytes:
+def _error(code: str, message: str = "refused") -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
@@ -239,10 +239,7 @@ LIES: dict[str, tuple[Wanted, Lie]] = {
     "wrong checksums": (_is_get, _headers(x_amz_checksum_crc32="AAAAAA==", x_amz_checksum_type="FULL_OBJECT")),
     "heads a byte at a time": (_is_read, _trickled_head),
     "100 Continue without end": (_is_read, _continue),
-    "writes that answer deep errors": (
-        _is_write,
-        _document(_LESS_DEEP_ERROR, 400),
-    ),
+    "writes that answer deep errors": (_is_write, _document(_LESS_DEEP_ERROR, 400)),
     "writes that answer an error": (_is_write, _document(_error("InternalError"))),
     "writes that answer nothing": (_is_write, _silent),
     "no answers": (_any, _silent),

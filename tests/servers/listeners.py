@@ -24,14 +24,10 @@ _NAMES = {
 """Part of a process' command line: what `docs/ports.md` calls it."""
 
 _HARMLESS = (
-    "NodeInfoGcsService/CheckAlive",
-    "NodeManagerService/GetNodeStats",
-    "ObjectManagerService/FreeObjects",
-    "ObjectManagerService/Pull",
-    "CoreWorkerService/GetCoreWorkerStats",
-    "RayletDriver/ClusterInfo",
+    "NodeInfoGcsService/CheckAlive", "NodeManagerService/GetNodeStats", "ObjectManagerService/FreeObjects",
+    "ObjectManagerService/Pull", "CoreWorkerService/GetCoreWorkerStats", "RayletDriver/ClusterInfo",
     "ReporterService/HealthCheck",
-)
+)  # fmt: skip
 """Calls of Ray's services that change nothing."""
 
 Listener = tuple[str, str, str]

@@ -3,9 +3,9 @@ of commits."""
 
 from __future__ import annotations
 
-from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import Problem
+from raypp.state.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
 from raypp.storage import ObjectStore
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCHEDULE = '''"""Two forwards, two backwards, and so on."""
 
 from raypp.kinds import ScheduleKind
-from raypp.schedules.action import Action, Program
+from raypp.planning.schedules.action import Action, Program
 
 KIND = ScheduleKind("pairs", "two forwards, two backwards, in turn", stages_per_rank=(1, 1), source="made up")
 
@@ -34,9 +34,9 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
 
 SOURCE = '''"""A document is a line of plain text."""
 
-from raypp.data.corpus import Corpus
-from raypp.data.source_files import find_files
-from raypp.data.tokenised import Request, Text, tokenise
+from raypp.rank.data.corpus import Corpus
+from raypp.rank.data.source_files import find_files
+from raypp.rank.data.tokenised import Request, Text, tokenise
 from raypp.kinds import SourceKind
 
 KIND = SourceKind("lines", "a line of text is a document", endings=(".lines",))
@@ -80,14 +80,14 @@ OPTIMIZER = '''"""Descent along the signs of the gradient."""
 import torch
 
 from raypp.kinds import OptimizerKind
-from raypp.parallel.shard import local_part
-from raypp.train.optimizer import decay_groups
+from raypp.stages.parallel.shard import local_part
+from raypp.rank.optimizers.optimizer import decay_groups
 
 KIND = OptimizerKind("signs", "descent along the signs of the gradient", states=0)
 
 
 def build(named, options, precision):
-    return Signs(decay_groups(named, options.weight_decay), {"lr": options.lr})
+    return Signs(decay_groups(named, options), {"lr": options.lr})
 
 
 class Signs(torch.optim.Optimizer):
@@ -100,10 +100,10 @@ class Signs(torch.optim.Optimizer):
 '''
 
 FILES = {
-    "raypp/schedules/pairs.py": SCHEDULE,
-    "raypp/data/lines.py": SOURCE,
+    "raypp/planning/schedules/pairs.py": SCHEDULE,
+    "raypp/rank/data/lines.py": SOURCE,
     "raypp/storage/shelf.py": STORE,
-    "raypp/train/signs.py": OPTIMIZER,
+    "raypp/rank/optimizers/signs.py": OPTIMIZER,
     "tests/unit/data/samples/lines.lines": "one line\nanother line\n\na third line\n",
 }
 """The files that the recipes ask for: one per kind, and the sample that a data source's contract

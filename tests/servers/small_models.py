@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions
+from raypp.job.known_families import FAMILIES
+from raypp.job.models import DecoderOptions
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 97,
@@ -22,6 +22,8 @@ def small_options(kind: str, **changed: Any) -> DecoderOptions:
     """Returns the `model:` section of a small model. Omits sizes that the family does not have."""
     family = FAMILIES[kind]
     sizes = {name: value for name, value in SIZES.items() if name in family.options.model_fields}
+    if "num_kv_heads" not in family.hf.settings:
+        sizes.pop("num_kv_heads")
     if "head_dim" not in family.hf.settings:
         changed.pop("head_dim", None)
     return family.options(kind=kind, **{**sizes, **changed})

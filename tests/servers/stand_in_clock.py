@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 
 class StandInClock:
-    """What a module asks of `time`; `now` are the seconds since the clock was made.
-
-    Time `passes` when somebody sleeps, or `sleep` gives other threads a moment.
-    """
+    """What a module asks of `time`; `now` are the seconds since the clock was made. Time `passes`
+    when somebody sleeps, or `sleep` gives other threads a moment."""
 
     def __init__(self, passes: bool = True) -> None:
         self.now = 0.0

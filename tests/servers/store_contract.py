@@ -131,7 +131,7 @@ class StoreContract:
         assert len(list(store.list())) == 5
         assert list(store.list("q")) == []
 
-    def test_head_tells_size_and_time(self, store: ObjectStore) -> None:
+    def test_head_returns_size_and_time(self, store: ObjectStore) -> None:
         store.put("a", b"12345")
         info = store.head("a")
         assert info is not None and (info.key, info.size) == ("a", 5)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raypp.observe.trace import RankTrace, Span
+from raypp.planning.schedules.catalogue import build_program
+from raypp.planning.schedules.simulate import StageTimes, simulate
 from raypp.records import Coordinates
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.state.run_records.trace import RankTrace, Span
 
 TIMES = StageTimes([0.03, 0.04], [0.06, 0.08], link=0.005, first_whole=True)
 STEP_S = 1.0

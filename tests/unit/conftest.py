@@ -23,12 +23,20 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_refuse)  # cannot be taken back: it looks at unit tests only
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_wait_for_the_disk() -> Iterator[None]:
     """A file that is written survives the end of a process without `fsync`, and no test here ends
     the machine. Waiting for the disk took a fifth of the time of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_folder_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What raypp remembers of a test's runs and jobs is not for who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYPP_HOME", str(tmp_path_factory.mktemp("home")))
         yield
 
 

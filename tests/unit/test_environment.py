@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raypp import environment
-from raypp.clusters.dashboard import Dashboard
+from raypp.control.clusters.dashboard import Dashboard
 from raypp.environment import OLDEST, check_node, is_older, need, too_old
 from raypp.errors import JobError, UnreachableError
 

@@ -1,4 +1,4 @@
-"""How exceptions are told to people."""
+"""How exceptions are shown to people."""
 
 from __future__ import annotations
 

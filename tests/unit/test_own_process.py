@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypp.memory.files import keeper
 from raypp.own_process import OwnProcess
+from raypp.state.memory.files import keeper
 
 
 def test_a_later_process_with_the_same_pid_is_another_one() -> None:

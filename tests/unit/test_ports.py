@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raypp import ports
-from raypp.memory.peer import own_address
 from raypp.ports import address_towards, free_ports, held_port, place_of
+from raypp.state.memory.peer import own_address
 
 
 def test_ports_are_free_all_different_and_none_that_the_kernel_deals_out() -> None:

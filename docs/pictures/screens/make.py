@@ -26,7 +26,7 @@ from rich.text import Text
 from small_png import small_png
 from terminal import Terminal, as_html, screen
 
-from raypp.clusters.local import find_prometheus
+from raypp.control.clusters.local_servers import find_prometheus
 
 PICTURES = Path(__file__).parents[1]
 LARGEST_BYTES = 200_000

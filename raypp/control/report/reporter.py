@@ -18,18 +18,13 @@ from raypp.control.credentials import scrubbed
 from raypp.control.process_evidence import inside
 from raypp.control.process_log import flush, say
 from raypp.control.protocol import BatchAnswer, ReportBatch
-from raypp.observe.json_lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
+from raypp.state.run_records.json_lines import LogLine
 
-HEARTBEAT_S = 1.0
-"""Seconds between two reports of a rank that has a relay, when it has only a heartbeat to
-report."""
-_RELAY_TIMEOUT_S = 3.0
-_FIRST_PAUSE_S = 5.0
-_LONGEST_PAUSE_S = 300.0
 _INTERVAL_S = 0.25
-_INTERVAL_S_PER_RANK = 0.004  # 250 reports a second, of all ranks together
-_LONGEST_INTERVAL_S = 4.0  # a rank that reports nothing for 5 s beyond its limit counts as silent
+_INTERVAL_S_PER_RANK = 0.008  # 125 reports a second, of all ranks together
+_LONGEST_INTERVAL_S = 10.0
+_LONGEST_OF_RANK_0_S = 1.0  # its answers carry the operator's requests
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
 _IDLE_S = 2.0
@@ -44,26 +39,22 @@ are dropped."""
 
 
 class ControllerReporter:
-    """A `Reporter` that reports to the run's controller.
-
-    Each call carries what is new and returns what the operator wants, so the controller never has
-    to call a worker that computes.
-
-    Args:
-        tails: This process' output, read from where the last seat's reporter stopped.
-        relay: Handle of the relay that forwards this rank's reports; None in a run without relays.
-        on_answer: Called with the time of each of the controller's answers (`time.monotonic`).
-    """
+    """A `Reporter` that reports to the run's controller. Each call carries what is new and returns
+    what the operator wants, so the controller never has to call a worker that computes. `tails`:
+    this process' output, read from where the last seat's reporter stopped. `on_answer`: called with
+    the time of each of the controller's answers (`time.monotonic`)."""
 
     def __init__(
         self,
         controller: Any,
         seat: Seat,
         tails: tuple[LogTail, ...],
-        relay: Any = None,
         on_answer: Callable[[float], None] = lambda _at: None,
     ) -> None:
-        self._route = ReportRoute(controller, relay, seat.rank, interval_s(seat.world_size))
+        self._controller = controller
+        self._pace_s = interval_s(seat.world_size)
+        if seat.rank == 0:
+            self._pace_s = min(self._pace_s, _LONGEST_OF_RANK_0_S)
         self._seat = seat
         self._tails = tails
         self._on_answer = on_answer
@@ -146,18 +137,22 @@ class ControllerReporter:
                 self.phase("ended")
             batch = self._batch()
             try:
-                answer = self._route.send(batch)
+                answer = self._sent(batch)
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
                 self._buffer.requeue(batch)
                 if not away:
                     say(f"the controller does not answer: {type(error).__name__}")
                 away, pause_s = True, _AWAY_S
             else:
-                away, pause_s = False, self._route.pace_s
+                away, pause_s = False, self._pace_s
                 self._buffer.sent(batch, answer)
                 self._apply(answer)
             if not last:
                 self._wake.wait(pause_s)
+
+    def _sent(self, batch: ReportBatch) -> BatchAnswer:
+        answer: BatchAnswer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
+        return answer
 
     def _batch(self) -> ReportBatch:
         """Returns what is new, after what could not be sent last time."""
@@ -174,7 +169,7 @@ class ControllerReporter:
 
     def _apply(self, answer: BatchAnswer) -> None:
         requests = answer.requests
-        self._on_answer(time.monotonic() - answer.age_s)
+        self._on_answer(time.monotonic())
         with self._lock:
             self._save_once = self._save_once or requests.save
             self._trace_once = max(self._trace_once, requests.trace)
@@ -183,10 +178,8 @@ class ControllerReporter:
 
 
 class _Trail:
-    """What a device has come to of what its host has queued.
-
-    A mark that it has come to says where it is until it comes to the next.
-    """
+    """What a device has come to of what its host has queued. A mark that it has come to says where
+    it is until it comes to the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,13 +187,8 @@ class _Trail:
         self._at, self._moved, self._reached = "", 0.0, 0
 
     def add(self, phase: str, reached: Callable[[], bool], before: str) -> None:
-        """Adds a mark of the host.
-
-        Args:
-            phase: What the host queues next.
-            reached: Tells whether the device has come to it.
-            before: What the device does before its first mark.
-        """
+        """Adds a mark of the host. `phase`: what the host queues next. `reached`: tells whether the
+        device has come to it. `before`: what the device does before its first mark."""
         with self._lock:
             self._at = self._at or before
             if len(self._queued) >= _LONGEST_TRAIL:
@@ -225,20 +213,14 @@ class _Trail:
 
 def interval_s(world: int) -> float:
     """Returns the seconds between two reports of a rank without a new step or event; those are sent
-    at once.
-
-    A report costs the controller the same whatever it carries, so each of many ranks reports less
-    often.
-    """
+    at once. A report costs the controller the same whatever it carries, so each of many ranks
+    reports less often."""
     return min(max(_INTERVAL_S, _INTERVAL_S_PER_RANK * world), _LONGEST_INTERVAL_S)
 
 
 class LogTail:
     """Reads back what this process writes to one of its standard streams, from the file to which
-    Ray redirects it.
-
-    This includes the output of native libraries.
-    """
+    Ray redirects it. This includes the output of native libraries."""
 
     def __init__(self, descriptor: int, stream: str) -> None:
         self._stream = stream
@@ -281,14 +263,10 @@ class LogTail:
 
 
 class ReportBuffer:
-    """Steps, events and log lines of one rank in one seat, sent in batches.
-
-    A controller that is killed loses what it had not written. Therefore the buffer keeps steps and
-    events until an answer says that they are in the store, and sends them again to a restarted
-    controller. It keeps log lines until they are sent.
-
-    Thread-safe; one thread at a time sends.
-    """
+    """Steps, events and log lines of one rank in one seat, sent in batches. A controller that is
+    killed loses what it had not written. Therefore the buffer keeps steps and events until an
+    answer says that they are in the store, and sends them again to a restarted controller. It keeps
+    log lines until they are sent. Thread-safe; one thread at a time sends."""
 
     def __init__(self, seat: Seat, most: int = MOST_KEPT) -> None:
         self._seat = seat
@@ -363,57 +341,3 @@ class ReportBuffer:
     def _put_first(self, steps: Iterable[StepReport], events: Iterable[Event]) -> None:
         self._steps = deque((*steps, *self._steps), self._most)
         self._events = deque((*events, *self._events), self._most)
-
-
-class ReportRoute:
-    """Sends batches through the relay; when that fails, directly, and leaves the relay alone for a
-    while.
-
-    The pause doubles with every failure, from 5 s to 5 min.
-
-    Args:
-        relay: Handle of the rank's relay; None in a run without relays.
-        direct_pace_s: Seconds between two direct reports.
-    """
-
-    def __init__(self, controller: Any, relay: Any, rank: int, direct_pace_s: float) -> None:
-        self._controller = controller
-        # Rank 0 reports the steps and receives save requests, so it always reports directly: a
-        # relay that died could lose a save request.
-        self._relay = relay if rank else None
-        if relay is not None and rank == 0:
-            direct_pace_s = min(HEARTBEAT_S, direct_pace_s)
-        self._direct_pace_s = direct_pace_s
-        self._relay_again_at = 0.0
-        self._next_pause_s = _FIRST_PAUSE_S
-        self.pace_s = direct_pace_s
-        """Seconds until the next report, unless something happens before."""
-
-    def send(self, batch: ReportBatch) -> BatchAnswer:
-        """Sends a batch. When it arrives over both routes, the controller recognises the second one
-        by its number.
-
-        Raises:
-            Exception: Whatever the direct route raised; nobody is known to have taken the batch.
-        """
-        failure: Exception | None = None
-        if self._relay is not None and time.monotonic() >= self._relay_again_at:
-            try:
-                answer = self._answer(self._relay, batch, _RELAY_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001  dead, frozen, cut off, or not started yet
-                failure = error
-            else:
-                self._next_pause_s = _FIRST_PAUSE_S
-                self.pace_s = HEARTBEAT_S
-                return answer
-        self.pace_s = self._direct_pace_s
-        answer = self._answer(self._controller, batch, _ANSWER_S)
-        if failure is not None:  # the controller is there, so it is the relay that failed
-            self._relay_again_at = time.monotonic() + self._next_pause_s
-            self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
-            say(f"reporting directly: the relay does not answer ({type(failure).__name__})")
-        return answer
-
-    def _answer(self, handle: Any, batch: ReportBatch, timeout_s: float) -> BatchAnswer:
-        answer: BatchAnswer = ray.get(handle.report.remote(batch), timeout=timeout_s)
-        return answer

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from raypp.control.attempt import Attempt
@@ -27,17 +27,25 @@ class Recovery:
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._parts: dict[str, float] = {}
+        self._away_s = 0.0
+
+    def was_away(self, seconds: float) -> None:
+        """There was no controller for so long; a part of its own if no step comes before a
+        failure."""
+        self._away_s = max(0.0, seconds)
 
     def stepped(self) -> None:
         """A step is done; unless it is the first after a failure, the next would begin here."""
         if not self._parts:
-            self._since = time.monotonic()
+            self._since, self._away_s = time.monotonic(), 0.0
 
     def over(self, part: str) -> None:
         """A part is over: noticed, ended or seated. The first failure of several is noticed."""
         if (part == "noticed") == bool(self._parts):
             return
         now = time.monotonic()
+        if self._away_s:
+            self._parts["controller away"], self._away_s = round(self._away_s, 4), 0.0
         self._parts[part] = round(self._parts.get(part, 0.0) + now - self._since, 4)
         self._since = now
 
@@ -62,8 +70,6 @@ class Reports:
         stop: The stop request for all ranks.
         save_wanted: Rank 0 is asked to save with the next answer.
         trace_wanted: Rank 0 is asked to trace so many steps with the next answer.
-        recovery: Times the recovery from a failure.
-        relayed_calls: How many times relays have reported.
         watch: Gets the heartbeats of the running attempt; None without one.
         stepped: The ranks have finished a step in this turn; the leader resets it.
         preempted: A rank of the attempt whose process received SIGTERM.
@@ -74,7 +80,6 @@ class Reports:
         self.stop: Requests | None = None
         self.save_wanted = False
         self.trace_wanted = 0
-        self.relayed_calls = 0
         self.watch: HangWatch | None = None
         self.stepped = False
         self.preempted: Rank | None = None
@@ -101,11 +106,6 @@ class Reports:
             requests = replace(requests, save=save, trace=0 if requests.stop else trace)
         return BatchAnswer(requests, self.incarnation, durable)
 
-    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
-        """Takes the batches that a relay forwards."""
-        self.relayed_calls += 1
-        return [self.report(batch) for batch in batches]
-
     def request_stop(self, save: bool) -> None:
         """Takes the operator's stop request."""
         self._queue.put(Requests(stop=True, save_before_stop=save))
@@ -117,12 +117,8 @@ class Reports:
     # In the leading thread ------------------------------------------------------------------------
 
     def start_attempt(self, number: int, keep_stop: bool = True) -> None:
-        """Answers for this attempt from now on.
-
-        Args:
-            keep_stop: False withdraws the stop request that ended the last attempt for a larger
-                one.
-        """
+        """Answers for this attempt from now on. `keep_stop`: False withdraws the stop request that
+        ended the last attempt for a larger one."""
         for numbers in (self._processed, self._durable, self._unwritten):
             numbers.clear()
         if not keep_stop:
@@ -134,11 +130,9 @@ class Reports:
         self._attempt, self.watch, self.preempted = 0, None, None
 
     def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Notice]:
-        """Records everything queued, waiting up to `wait_s` for the first report.
-
-        Yields what the leader must react to, in the order of the reports. Ignores reports of other
-        attempts, and those that come a second time: directly, and through a slow relay.
-        """
+        """Records everything queued, waiting up to `wait_s` for the first report. Yields what the
+        leader must react to, in the order of the reports. Ignores reports of other attempts, and
+        those that Ray delivers a second time."""
         if self.watch is not None:
             self.watch.listen(time.monotonic())
         for item in self._items(wait_s):

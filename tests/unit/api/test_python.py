@@ -11,10 +11,10 @@ import pytest
 import raypp
 from raypp.cli.main import run as command
 from raypp.errors import JobError, RunFailedError
-from raypp.observe.json_lines import LogLine
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
+from raypp.state.run_records.json_lines import LogLine
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import open_store
 
 QUICKSTART = str(Path(__file__).parents[3] / "jobs/quickstart.yaml")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from newest_usable import newest_usable
 
-from raypp.checkpoint.commit import (
+from raypp.errors import CheckpointError
+from raypp.state.checkpoint.commit import (
     Commit,
     ObjectRecord,
     StaleAttemptError,
@@ -21,10 +22,9 @@ from raypp.checkpoint.commit import (
     read_commit,
     write_commit,
 )
-from raypp.checkpoint.layout import commit_key, rank_key, split_location
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.retention import find_leftovers, prune
-from raypp.errors import CheckpointError
+from raypp.state.checkpoint.layout import commit_key, rank_key, split_location
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.retention import find_leftovers, prune
 from raypp.storage import AlreadyExists, ObjectStore
 from raypp.storage.directory import DirectoryStore
 
@@ -136,8 +136,7 @@ def test_an_attempt_that_came_back_from_the_dead_cannot_commit(store: DirectoryS
 
 
 @pytest.mark.parametrize(
-    ("stalls_after", "refusal"),
-    [("get", "attempt 2 is over: attempt 3 has begun"), ("delete", "already exists")],
+    ("stalls_after", "refusal"), [("get", "attempt 2 is over: attempt 3 has begun"), ("delete", "already exists")]
 )
 def test_an_attempt_that_stalls_over_an_older_commit_leaves_a_newer_attempts_commit(
     tmp_path: Path, stalls_after: str, refusal: str

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from in_one_process import InOneProcess
 from newest_usable import newest_usable
 from test_commit_protocol import Died
 from test_save_and_load import RUN, adamw
-from told import Told
 from torch import nn
 
-from raypp.checkpoint.commit import claim_attempt, list_checkpoints
-from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.save import CheckpointSaver
 from raypp.records import Coordinates, Seat
+from raypp.state.checkpoint.commit import claim_attempt, list_checkpoints
+from raypp.state.checkpoint.layout import commit_key, rank_key
+from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
@@ -117,7 +117,7 @@ def attempt(store: DirectoryStore, number: int, step: int, lives: Sequence[Life]
         stage = nn.ModuleDict({f"layer{rank}": nn.Linear(8, 8)})
         seat = Seat(RUN, number, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
         there: Any = MortalStore(store, life)
-        saver = CheckpointSaver(there, RUN, {}, seat, Shared(talk, life), Told(), keep=1)
+        saver = CheckpointSaver(there, RUN, {}, seat, Shared(talk, life), CollectingReporter(), keep=1)
         saver.save(step, [stage], adamw(stage), {})
         assert saver._thread is not None
         talk.threads[rank] = saver._thread

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from in_one_process import InOneProcess
 from stand_in_clock import wait_until
 from test_save_and_load import RUN, adamw, model, saved, saver
-from told import Told
 from torch import nn
 
-from raypp.checkpoint.commit import Commit, list_checkpoints
-from raypp.checkpoint.layout import commit_key, rank_key, steps_prefix
-from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.commit import Commit, list_checkpoints
+from raypp.state.checkpoint.layout import commit_key, rank_key, steps_prefix
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -41,7 +41,7 @@ class Pair:
     """Two pipeline ranks of one attempt, with their savers."""
 
     def __init__(self, store: DirectoryStore) -> None:
-        self.reporter, talk = Told(), InOneProcess()
+        self.reporter, talk = CollectingReporter(), InOneProcess()
         self.savers, self.stages = [], []
         for rank in range(2):
             torch.manual_seed(rank)
@@ -121,7 +121,7 @@ class LostCommits(DirectoryStore):
 
 def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path) -> None:
     store, stage = LostCommits(tmp_path), model()
-    saving, optimizer = saver(store, Told()), adamw(stage)
+    saving, optimizer = saver(store, CollectingReporter()), adamw(stage)
     for step in (1, 2):
         saving.save(step, [stage], optimizer, {})
         assert saving.wait() is None
@@ -130,7 +130,7 @@ def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path) -> N
 
 
 def test_a_save_that_was_refused_because_the_step_is_committed_removes_nothing(tmp_path: Path) -> None:
-    store, reporter = DirectoryStore(tmp_path), Told()
+    store, reporter = DirectoryStore(tmp_path), CollectingReporter()
     stage, optimizer = saved(store)
     saving = saver(store, reporter)
     for step in (3, 4):

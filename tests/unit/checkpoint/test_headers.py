@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, HeaderWriter, TensorEntry, block_digests
 from raypp.errors import CheckpointError
+from raypp.state.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, HeaderWriter, TensorEntry, block_digests
 
 DATA = memoryview(random.Random(0).randbytes(3 * BLOCK_BYTES + 777))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from raypp.checkpoint.state import OUTER_MOMENTUM, gather_state, residual_slices
-from raypp.parallel.outer_sync import OuterState
-from raypp.parallel.replica_sums import Residuals
 from raypp.records import Coordinates
+from raypp.stages.parallel.outer_sync import OuterState
+from raypp.stages.parallel.replica_sums import Residuals
+from raypp.state.checkpoint.state import OUTER_MOMENTUM, gather_state, residual_slices
 
 WEIGHT = "model.embed_tokens.weight"
 

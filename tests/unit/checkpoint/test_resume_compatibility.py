@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raypp.checkpoint.compatibility import check_resume, rate_jump, recorded_precision
-from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.errors import CheckpointError
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.state.checkpoint.compatibility import check_resume, rate_jump, recorded_precision
+from raypp.state.checkpoint.run_spec import read_spec, write_spec
 from raypp.storage import AlreadyExists
 from raypp.storage.directory import DirectoryStore
 

@@ -11,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from newest_usable import newest_usable
 
-from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, list_checkpoints, write_commit
-from raypp.checkpoint.layout import commit_key, rank_key, step_of, steps_prefix
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.retention import prune
+from raypp.api.checkpoints import best_checkpoint
+from raypp.errors import JobError
+from raypp.records import Event
+from raypp.state.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, list_checkpoints, write_commit
+from raypp.state.checkpoint.layout import commit_key, rank_key, step_of, steps_prefix
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.retention import BestOf, prune
+from raypp.state.run_records.recorder import RunRecorder
 from raypp.storage.directory import DirectoryStore
 
 RUN = "r"
@@ -138,3 +142,30 @@ def test_multiples_of_keep_every_stay_for_ever(tmp_path: Path, keep_every: int, 
     for _ in range(7):
         history.save()
     assert history.committed() == left
+
+
+def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
+    history = History(tmp_path, keep=7, keep_every=0)
+    for _ in range(7):
+        history.save()
+    losses = {1: 3.0, 2: 2.0, 3: float("nan"), 4: 2.5, 5: 2.0, 7: 4.0, 9: 0.0}
+    prune(history.store, RUN, 1, best=BestOf(2, losses), newest=7, attempt=history.attempt)
+    assert history.committed() == [2, 5, 7]
+    prune(history.store, RUN, 1, best=BestOf(1, losses), newest=7, attempt=history.attempt)
+    assert history.committed() == [2, 7], "of equal ones the first"
+
+
+def test_the_best_checkpoint_is_found_by_the_runs_evaluations(tmp_path: Path) -> None:
+    history = History(tmp_path, keep=7, keep_every=0)
+    for _ in range(3):
+        history.save()
+    url = f"{history.store.url}/{RUN}"
+    with pytest.raises(JobError, match="no checkpoint of r was evaluated"):
+        best_checkpoint(url)
+    recorder = RunRecorder(history.store, RUN, "test")
+    for step, loss in ((1, 3.0), (2, 2.5), (3, 2.75), (4, 0.5)):
+        recorder.event(Event("evaluated", "", step=step, details={"loss": loss}))
+    assert recorder.close()
+    assert best_checkpoint(url) == f"{url}/step-00000002"
+    with pytest.raises(JobError, match="step 1 is named, too"):
+        best_checkpoint(f"{url}/step-00000001")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from raypp.api.find_run import ended_status, present_status
-from raypp.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
-from raypp.clusters.known_runs import RunPlace
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import ended_status, present_status
 from raypp.errors import CheckpointError
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
 from raypp.records import RunState
+from raypp.state.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import AlreadyExists
 from raypp.storage.directory import DirectoryStore
 
@@ -66,15 +66,6 @@ def test_an_end_counts_more_than_a_status_that_was_never_brought_up_to_date(stor
     assert status_of(store)["state"] == "FAILED", "nobody leads it"
     write_end(store, RunEnd("r", RunState.SUCCEEDED, 0, 6, attempt=1), 1)
     assert (status_of(store)["state"], status_of(store)["step"]) == ("SUCCEEDED", 6)
-
-
-def test_a_run_of_a_raypp_that_wrote_no_ends_is_read_by_its_status(store: DirectoryStore) -> None:
-    write_status(store, RunState.FAILED, step=5, error="the disk is full")
-    assert status_of(store)["error"] == "the disk is full"
-    write_spec(store, "r", {}, 2)
-    assert status_of(store, time.time())["state"] == "PENDING"
-    write_status(store, RunState.SUCCEEDED, step=9)
-    assert status_of(store)["state"] == "SUCCEEDED"
 
 
 @pytest.mark.parametrize("damage", ["{", '{"run": "r"}', '{"run": "r", "state": "FAILED", "exit_code": -1}'])

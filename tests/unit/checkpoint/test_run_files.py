@@ -11,19 +11,19 @@ from zipfile import ZipFile
 import pytest
 
 from raypp.api import submission
-from raypp.checkpoint import run_files
-from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.run_files import read_run_files, travelling_files, with_run_files, write_run_files
-from raypp.checkpoint.run_spec import read_spec
-from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.find import Cluster
-from raypp.data.chat_files import open_template
-from raypp.data.tokenizer import open_tokenizer
+from raypp.control.clusters.dashboard import Dashboard, NodeResources
+from raypp.control.clusters.find import Cluster
 from raypp.errors import JobError
+from raypp.job import small_files
+from raypp.job.job_file import JobFile, load_job
 from raypp.planning.decide import ON_CPUS
-from raypp.schedules.catalogue import schedule_named
-from raypp.spec import small_files
-from raypp.spec.job_file import JobFile, load_job
+from raypp.planning.schedules.catalogue import schedule_named
+from raypp.rank.data.chat_files import open_template
+from raypp.rank.data.tokenizer import open_tokenizer
+from raypp.state.checkpoint import run_files
+from raypp.state.checkpoint.compatibility import check_resume
+from raypp.state.checkpoint.run_files import read_run_files, travelling_files, with_run_files, write_run_files
+from raypp.state.checkpoint.run_spec import read_spec
 from raypp.storage.directory import DirectoryStore
 
 
@@ -71,25 +71,29 @@ class _Accepts(Dashboard):
         return str(document["submission_id"])
 
 
-def _submitted(file: JobFile, store: DirectoryStore, told: list[str]) -> bytes:
+def _submitted(file: JobFile, store: DirectoryStore, reported: list[str]) -> bytes:
     dashboard = _Accepts("http://127.0.0.1:1")
-    files = travelling_files(file.job, store, False, told.append)
+    files = travelling_files(file.job, store, False, reported.append)
     cluster = Cluster(dashboard.url, dashboard)
-    submission.start(submission.Prepared(file, store, cluster, False, ON_CPUS, {}, files), told.append)
+    submission.start(submission.Prepared(file, store, cluster, False, ON_CPUS, {}, files), reported.append)
     return dashboard.package
 
 
 def test_ranks_open_small_files_from_the_package_as_they_were_submitted(
     file: JobFile, store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    package = _submitted(file, store, told)
-    assert told[0].startswith(f"with the job travel: data.tokenizer {tmp_path}/mine/tok/tokenizer.json (")
-    assert "t.jinja (25 B)" in told[0] and "order.csv (8 B)" in told[0] and "code my_optimizer.py (6 B)" in told[0]
+    reported: list[str] = []
+    package = _submitted(file, store, reported)
+    assert reported[0].startswith(f"with the job travel: data.tokenizer {tmp_path}/mine/tok/tokenizer.json (")
+    assert (
+        "t.jinja (25 B)" in reported[0]
+        and "order.csv (8 B)" in reported[0]
+        and "code my_optimizer.py (6 B)" in reported[0]
+    )
     shutil.rmtree(tmp_path / "mine")  # as on every other machine
     ZipFile(BytesIO(package)).extractall(tmp_path / "node")
     assert not list((tmp_path / "node").rglob("weights.safetensors"))
-    monkeypatch.setattr(small_files, "__file__", str(tmp_path / "node" / "raypp" / "spec" / "small_files.py"))
+    monkeypatch.setattr(small_files, "__file__", str(tmp_path / "node" / "raypp" / "job" / "small_files.py"))
     data = file.job.data
     assert open_tokenizer(data.tokenizer).eos_id == 2
     assert open_template(data) is not None
@@ -113,15 +117,15 @@ def test_a_resume_says_which_files_have_changed_and_stores_the_new_ones(
     file: JobFile, store: DirectoryStore, tmp_path: Path
 ) -> None:
     _submitted(file, store, [])
-    told: list[str] = []
-    assert travelling_files(file.job, store, True, told.append) == read_run_files(store, "mine")
-    assert len(told) == 1  # nothing has changed
+    reported: list[str] = []
+    assert travelling_files(file.job, store, True, reported.append) == read_run_files(store, "mine")
+    assert len(reported) == 1  # nothing has changed
     (tmp_path / "mine" / "tok" / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     (tmp_path / "mine" / "t.jinja").unlink()
     (tmp_path / "mine" / "my_optimizer.py").write_text("# two\n")
-    write_run_files(store, "mine", travelling_files(file.job, store, True, told.append))
-    assert told[-2].startswith(f"note: data.tokenizer {tmp_path}/mine/tok/tokenizer.json has changed since")
-    assert told[-1].startswith("note: your code my_optimizer.py has changed since")
+    write_run_files(store, "mine", travelling_files(file.job, store, True, reported.append))
+    assert reported[-2].startswith(f"note: data.tokenizer {tmp_path}/mine/tok/tokenizer.json has changed since")
+    assert reported[-1].startswith("note: your code my_optimizer.py has changed since")
     assert not any(name.endswith("t.jinja") for name in read_run_files(store, "mine"))
     document = with_run_files(store, "mine", read_spec(store, "mine"))
     assert open_tokenizer(document["data"]["tokenizer"]).eos_id == 1
@@ -132,17 +136,17 @@ def test_a_resume_compares_the_contents_of_files_wherever_they_are(
 ) -> None:
     _submitted(file, store, [])
     monkeypatch.setattr(run_files, "list_checkpoints", lambda *_: ["a checkpoint"])
-    there, told = (tmp_path / "mine").rename(tmp_path / "elsewhere"), list[str]()
+    there, reported = (tmp_path / "mine").rename(tmp_path / "elsewhere"), list[str]()
     tokenizer, template = (there / "tok/tokenizer.json").rename(there / "tok/t.json"), there / "t.jinja"
     moved = load_job(there / "job.yaml", ["data.tokenizer=tok/t.json"]).job
     assert check_resume(read_spec(store, "mine"), moved) == []
-    travelling_files(moved, store, True, told.append)
-    assert len(told) == 1, "nothing has changed"
+    travelling_files(moved, store, True, reported.append)
+    assert len(reported) == 1, "nothing has changed"
     tokenizer.write_text(tokenizer.read_text().replace('"b"', '"c"'))
     template.write_text("{{ messages }}")
     (there / "order.csv").write_text("0F0,0B0\n\n")
     with pytest.raises(JobError) as refused:
-        travelling_files(moved, store, True, told.append)
+        travelling_files(moved, store, True, reported.append)
     keys = {problem.key: problem.fault for problem in refused.value.problems}
     assert list(keys) == ["data.tokenizer", "data.chat_template"], "a schedule may change"
     assert keys["data.tokenizer"].startswith(f"{tokenizer} is another than the run began with (digest ")
@@ -152,10 +156,10 @@ def test_what_is_too_large_stays_and_is_named(
     file: JobFile, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_files, "MOST_BYTES", 100)
-    told: list[str] = []
-    files = travelling_files(file.job, store, False, told.append)
+    reported: list[str] = []
+    files = travelling_files(file.job, store, False, reported.append)
     assert {name.rpartition("/")[2] for name in files} == {"order.csv", "t.jinja", "your code my_optimizer.py"}
-    assert "note: data.tokenizer" in told[1] and "every node must have it" in told[1]
+    assert "note: data.tokenizer" in reported[1] and "every node must have it" in reported[1]
 
 
 @pytest.mark.parametrize("name", ["../../x", "0123456789abcdef/..", "0123456789abcdef/a/b", "x/tokenizer.json"])

@@ -11,26 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from in_one_process import InOneProcess
 from safetensors import safe_open
 from safetensors.torch import load_file
 from stand_in_clock import StandInClock, wait_until
-from told import Told
 from torch import nn
 
-from raypp.checkpoint import save
-from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
-from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.save import CheckpointSaver, NotSavedError
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import gather_state
-from raypp.checkpoint.tensor_file import BLOCK_BYTES
 from raypp.control.classify import kind_and_cause
 from raypp.errors import CheckpointError
 from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates, SaveProgress, Seat
+from raypp.state.checkpoint import save
+from raypp.state.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
+from raypp.state.checkpoint.layout import rank_key
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.save import CheckpointSaver, NotSavedError
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import gather_state
+from raypp.state.checkpoint.tensor_file import BLOCK_BYTES
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -90,7 +90,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 def saver(
     store: Any,
-    reporter: Told,
+    reporter: CollectingReporter,
     *,
     attempt: int = 1,
     keep: int = 9,
@@ -110,9 +110,9 @@ def saver(
     return made
 
 
-def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, Told]:
+def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, CollectingReporter]:
     """Begins to save a new model."""
-    reporter, stage = Told(), model()
+    reporter, stage = CollectingReporter(), model()
     saving = saver(store, reporter, **how)
     saving.save(step, [stage], adamw(stage), {})
     return saving, reporter
@@ -121,7 +121,7 @@ def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, Told]
 def saved(store: DirectoryStore) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Saves step 3."""
     stage = model()
-    optimizer, saving = adamw(stage), saver(store, Told())
+    optimizer, saving = adamw(stage), saver(store, CollectingReporter())
     train(stage, optimizer, 3)
     saving.save(3, [stage], optimizer, {"data_position": {"row": 3}})
     assert saving.wait() == 3
@@ -143,7 +143,7 @@ def test_what_is_loaded_into_fresh_objects_is_what_was_saved_bit_for_bit(store: 
 
 def test_training_may_go_on_while_the_snapshot_is_stored(store: DirectoryStore) -> None:
     stage = model()
-    optimizer, reporter = adamw(stage), Told()
+    optimizer, reporter = adamw(stage), CollectingReporter()
     train(stage, optimizer, 1)
     before = state_of(stage, optimizer)
     saving = saver(store, reporter)
@@ -235,7 +235,7 @@ def test_a_tied_weight_comes_back_tied(store: DirectoryStore) -> None:
     optimizer = adamw(stage)
     stage(torch.arange(4)).sum().backward()
     optimizer.step()
-    saving = saver(store, Told())
+    saving = saver(store, CollectingReporter())
     saving.save(1, [stage], optimizer, {})
     saving.wait()
     fresh, fresh_optimizer = restored(store, 1, tied(1))
@@ -249,7 +249,7 @@ def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) ->
         stage = model()
         optimizer = sgd(stage)
         train(stage, optimizer, 2)
-        saving = saver(store, Told())
+        saving = saver(store, CollectingReporter())
         saving.save(step, [stage], optimizer, {})
         assert saving.wait() == step
         assert same(state_of(stage, optimizer), state_of(*restored(store, step, optimizer=sgd)))
@@ -263,7 +263,7 @@ class SlowStore(DirectoryStore):
         self.go = threading.Event()
 
     def put_stream(self, key: str, chunks: Any, size: int) -> None:
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         super().put_stream(key, chunks, size)
 
 
@@ -272,7 +272,7 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(
 ) -> None:
     clock = StandInClock()
     monkeypatch.setattr(save, "time", clock)
-    slow, reporter = SlowStore(tmp_path), Told()
+    slow, reporter = SlowStore(tmp_path), CollectingReporter()
     stage = model()
     optimizer, saving = adamw(stage), saver(slow, reporter)
     saving.save(1, [stage], optimizer, {})
@@ -313,7 +313,7 @@ def test_an_upload_is_tried_again_before_it_counts_as_failed(tmp_path: Path) -> 
 
 
 def test_saves_that_fail_are_one_event_until_one_succeeds_and_training_goes_on(tmp_path: Path) -> None:
-    store, reporter, stage = FailingStore(tmp_path, 0), Told(), model()
+    store, reporter, stage = FailingStore(tmp_path, 0), CollectingReporter(), model()
     saving, optimizer = saver(store, reporter), adamw(stage)
     for step, failures in [(1, 10**9), (2, 10**9), (3, 10**9), (4, 0), (5, 10**9)]:
         store.failures = failures
@@ -333,7 +333,7 @@ def test_a_save_is_tried_again_until_the_store_takes_it(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_due_gives_up_one_that_the_store_does_not_take(tmp_path: Path) -> None:
-    store, reporter, stage = FailingStore(tmp_path, 10**9), Told(), model()
+    store, reporter, stage = FailingStore(tmp_path, 10**9), CollectingReporter(), model()
     saving, optimizer = saver(store, reporter, last_save_s=90.0), adamw(stage)
     for step in (1, 2):
         saving.save(step, [stage], optimizer, {})
@@ -345,7 +345,7 @@ def test_a_save_that_is_due_gives_up_one_that_the_store_does_not_take(tmp_path: 
 
 
 def test_the_last_save_waits_for_a_store_that_takes_no_writes_and_says_so(tmp_path: Path) -> None:
-    store, reporter, stage = FailingStore(tmp_path, 10**9), Told(), model()
+    store, reporter, stage = FailingStore(tmp_path, 10**9), CollectingReporter(), model()
     saving = saver(store, reporter, last_save_s=90.0)
     saving.save(1, [stage], adamw(stage), {})
     ended: list[int | None] = []
@@ -372,7 +372,7 @@ class FullStore(DirectoryStore):
 
 def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path) -> None:
     store, stage = FullStore(tmp_path), model()
-    saving, optimizer = saver(store, Told()), adamw(stage)
+    saving, optimizer = saver(store, CollectingReporter()), adamw(stage)
     assert saving.finish() is None, "no save was asked for"
     saving.save(1, [stage], optimizer, {})
     with pytest.raises(NotSavedError, match=r"of step 1, was not saved: .* the disk is full") as full:
@@ -386,7 +386,7 @@ def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path) ->
     assert saving.finish() == 2, "an earlier failure does not count once a newer step is committed"
 
 
-def both_saved(*stores: DirectoryStore) -> list[tuple[CheckpointSaver, Told]]:
+def both_saved(*stores: DirectoryStore) -> list[tuple[CheckpointSaver, CollectingReporter]]:
     """Ranks 0 and 1 save step 4, each to its store: rank 1 first, and to the end."""
     talk, ranks = InOneProcess(patient=False), []
     for rank in (1, 0):
@@ -453,7 +453,7 @@ def test_committed_objects_are_not_written_again_by_the_same_attempt_number(stor
 
 
 def test_only_the_newest_are_kept(store: DirectoryStore) -> None:
-    reporter, stage = Told(), model()
+    reporter, stage = CollectingReporter(), model()
     optimizer, saving = adamw(stage), saver(store, reporter, keep=2)
     for step in (1, 2, 3):
         saving.save(step, [stage], optimizer, {})

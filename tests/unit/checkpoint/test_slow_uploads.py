@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collecting_reporter import CollectingReporter
 from stand_in_clock import StandInClock, wait_until
 from test_save_and_load import ONE, RUN, adamw, model
-from told import Told
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from raypp.checkpoint import announce
-from raypp.checkpoint import save as save_module
-from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.save import CheckpointSaver
 from raypp.records import Coordinates, Seat
+from raypp.state.checkpoint import announce
+from raypp.state.checkpoint import save as save_module
+from raypp.state.checkpoint.announce import Announcements
+from raypp.state.checkpoint.commit import list_checkpoints, read_commit
+from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.storage.directory import DirectoryStore
 from raypp.storage.rate_limit import Pace
 
@@ -65,15 +65,10 @@ def announcements(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 
 
 def save(
-    root: Path,
-    announcements: Link,
-    rank: int,
-    store: Any = None,
-    timeout_s: float = TIMEOUT_S,
-    **more: Any,
-) -> tuple[CheckpointSaver, Told]:
+    root: Path, announcements: Link, rank: int, store: Any = None, timeout_s: float = TIMEOUT_S, **more: Any
+) -> tuple[CheckpointSaver, CollectingReporter]:
     """Begins to save step 1 on a rank of two."""
-    reporter, stage = Told(), model()
+    reporter, stage = CollectingReporter(), model()
     seat = Seat(RUN, 1, rank, 2, Coordinates(), ONE)
     saver = CheckpointSaver(
         store or DirectoryStore(root), RUN, {}, seat, announcements, reporter, 9, commit_timeout_s=timeout_s, **more
@@ -117,7 +112,7 @@ def test_a_rank_that_stops_progressing_is_given_up_and_named(tmp_path: Path, ann
     assert list_checkpoints(DirectoryStore(tmp_path), RUN) == []
 
 
-class Marks(Told):
+class Marks(CollectingReporter):
     """Counts how often the rank says that it waits for its last save."""
 
     def __init__(self) -> None:

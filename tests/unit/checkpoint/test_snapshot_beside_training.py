@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from collecting_reporter import CollectingReporter
 from stand_in_clock import StandInClock, wait_until
 from test_save_and_load import RUN, adamw, model, restored, same, same_state, saver, state_of, train
-from told import Told
 from torch import Tensor, nn
 
-from raypp.checkpoint import snapshot as snapshot_module
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import gather_state, state_in_objects
-from raypp.memory.files import DIRECTORY_VARIABLE
-from raypp.memory.rank_slots import RunLife
-from raypp.memory.tier import MemoryTier
-from raypp.pipeline import device_clock
+from raypp.rank.optimizers.bf16_weights import Bf16Weights
+from raypp.rank.optimizers.muon import Muon
+from raypp.rank.optimizers.sgd import Sgd
+from raypp.stages.pipeline import device_clock
+from raypp.state.checkpoint import snapshot as snapshot_module
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import gather_state, state_in_objects
+from raypp.state.memory.files import DIRECTORY_VARIABLE
+from raypp.state.memory.rank_slots import RunLife
+from raypp.state.memory.tier import MemoryTier
 from raypp.storage.directory import DirectoryStore
-from raypp.train.bf16_weights import Bf16Weights
-from raypp.train.muon import Muon
-from raypp.train.sgd import Sgd
 
 COPY_S = 0.1
 
@@ -61,10 +61,10 @@ def optimizer_of(kind: str, stage: nn.Module) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": list(stage.parameters()), "weight_decay": 0.1}]
     if kind == "sgd":
         return Sgd(groups, 0.1, 0.9, Bf16Weights([]))
-    matrices = [p for p in stage.parameters() if p.ndim > 1]
+    matrices = [{"params": [p for p in stage.parameters() if p.ndim > 1], "weight_decay": 0.1}]
     rest = [{"params": [p for p in stage.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
     adam = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731
-    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32}
+    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "dtype": torch.float32}
     return Muon(matrices, rest, adam, **settings, weights=Bf16Weights([]))
 
 
@@ -83,7 +83,7 @@ def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save
     optimizer = optimizer_of(kind, stage)
     train(stage, optimizer, 2)
     before = state_of(stage, optimizer)
-    saving = saver(store, Told())
+    saving = saver(store, CollectingReporter())
     optimizer.register_step_pre_hook(lambda *_: threading.Timer(COPY_S, begin_copy).start())
     saving.save(2, [stage], optimizer, {})  # would wait for ever if it waited for the copy
     assert not held_copies.is_set()
@@ -136,7 +136,7 @@ def test_a_buffer_that_a_forward_changes_is_copied_at_once(slow_copies: None) ->
     assert torch.frombuffer(data[seen.begin : seen.end], dtype=torch.float32).tolist() == [0.0] * 4
 
 
-def test_a_caller_may_bring_the_memory_and_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_may_bring_the_memory_and_a_copy_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []
 
     def allocate(size: int, pinned: bool) -> Tensor:
@@ -184,7 +184,7 @@ def test_a_save_uploads_the_newest_snapshot_while_others_follow(
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "memory"))
     Held.goes_on = threading.Event()
-    stage, store, reporter = model(), Held(tmp_path / "store"), Told()
+    stage, store, reporter = model(), Held(tmp_path / "store"), CollectingReporter()
     optimizer, saving = adamw(stage), saver(store, reporter)
     tier = MemoryTier(RunLife(RUN, "0" * 12, "0" * 16), saving.seat, 1, reporter)
     tier.start([0], [None], 0, None, optimizer, -1)

@@ -3,13 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import slice_of
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import slice_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 
 def test_an_update_right_after_the_snapshot_does_not_change_it() -> None:

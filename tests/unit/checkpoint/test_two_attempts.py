@@ -10,10 +10,10 @@ import pytest
 from newest_usable import newest_usable
 from test_commit_protocol import RUN, commit_of, put_objects, save
 
-from raypp.checkpoint.commit import claim_attempt, write_commit
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.retention import prune
 from raypp.errors import RayppError
+from raypp.state.checkpoint.commit import claim_attempt, write_commit
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.retention import prune
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore
 
@@ -38,7 +38,7 @@ class StandingStore:
             self._left -= 1
             if self._left == 0:
                 self.stands.set()
-                assert self.awake.wait(20)
+                assert self.awake.wait(60)
             result = real(*arguments, **options)
             return list(result) if name == "list" else result
 

@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 import pytest
 
-from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, newest_attempt, write_commit
-from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.run_spec import write_spec
 from raypp.cli.main import run
-from raypp.clusters.known_runs import RunPlace, remember_run
+from raypp.control.clusters.known_runs import RunPlace, remember_run
+from raypp.state.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, newest_attempt, write_commit
+from raypp.state.checkpoint.layout import commit_key, rank_key
+from raypp.state.checkpoint.run_spec import write_spec
 from raypp.storage.directory import DirectoryStore
 
 
@@ -86,7 +86,7 @@ def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, caps
     ("argument", "said"),
     [("{}/kjv/step-99", "committed steps: 10, 20, 30"), ("{}/other", "there is no run 'other'"), ("{}/No", "'No'")],
 )
-def test_what_is_not_there_is_told(
+def test_what_is_not_there_is_reported(
     store: DirectoryStore, capsys: pytest.CaptureFixture[str], argument: str, said: str
 ) -> None:
     assert run(["checkpoints", "verify", argument.format(store.url)]) == 2
@@ -122,8 +122,8 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
         (incoming / f"{quote(rank_key('kjv', 40, attempt, 0), safe='')}~0123456789abcdef").write_bytes(b"half")
     store.put(rank_key("kjv", 40, 2, 1), b"whole, and never committed")
     assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "9", "--dry-run", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["objects"], told["uploads"], told["under_way"], told["steps"]) == (1, 1, 1, [])
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["objects"], reported["uploads"], reported["under_way"], reported["steps"]) == (1, 1, 1, [])
     assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "9"]) == 0
     text = capsys.readouterr().out
     assert "removed 1 unfinished uploads and 1 uncommitted objects" in text
@@ -143,5 +143,5 @@ def test_prune_counts_no_weights_of_an_import_as_freed(
     claim_next_attempt(store, "imported")
     command = ["checkpoints", "prune", f"{store.url}/imported", "--keep", "1", "--keep-every", "0"]
     assert run([*command, "--dry-run", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["steps"], told["objects"], told["bytes"], told["uploads"]) == ([], 0, 0, 0)
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["steps"], reported["objects"], reported["bytes"], reported["uploads"]) == ([], 0, 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ import pytest
 from hf_folder import write_hf_folder
 from safetensors.numpy import load_file, save_file
 
-from raypp.checkpoint.layout import rank_key
 from raypp.cli.main import run
+from raypp.records import Event
+from raypp.state.checkpoint.commit import read_commit, write_commit
+from raypp.state.checkpoint.layout import rank_key
+from raypp.state.run_records.recorder import RunRecorder
 from raypp.storage.directory import DirectoryStore
 
 SIZES: dict[str, Any] = {
@@ -41,7 +44,7 @@ def job(tmp_path: Path, **sizes: Any) -> Path:
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
+def reported(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
@@ -50,7 +53,7 @@ def test_show_names_every_tensor_and_who_holds_it(tmp_path: Path, capsys: pytest
     assert run(["checkpoints", "import", "hf", f"{tmp_path}/s/moe"]) == 0
     assert "step 0 is committed" in capsys.readouterr().out
     assert run(["checkpoints", "show", f"{tmp_path}/s/moe", "--json"]) == 0
-    shown = told(capsys)
+    shown = reported(capsys)
     assert (shown["run"], shown["step"], shown["attempt"], shown["data_position"]) == ("moe", 0, 1, None)
     tensors = {one["name"]: one for one in shown["tensors"]}
     assert tensors["model.layers.0.block_sparse_moe.experts.w1"] == {
@@ -68,7 +71,7 @@ def test_show_names_every_tensor_and_who_holds_it(tmp_path: Path, capsys: pytest
     assert "step 3 of moe is not committed" in capsys.readouterr().err
 
 
-def test_diff_tells_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_shows_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = model(tmp_path / "a")
     model(tmp_path / "b")
     changed = load_file(tmp_path / "b" / "model.safetensors")
@@ -84,7 +87,7 @@ def test_diff_tells_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
     assert run(["checkpoints", "diff", "s/a", "s/a/step-0"]) == 0
     assert f"{len(tensors)} tensors are bitwise equal, 0 are not" in capsys.readouterr().out
     assert run(["checkpoints", "diff", "s/a", "s/b", "--json"]) == 1
-    found = told(capsys)
+    found = reported(capsys)
     assert found["equal"] == len(tensors) - 2 and not found["only_a"] and not found["same"]
     by_name = {one["name"]: one for one in found["different"]}
     norm = by_name["model.norm.weight"]
@@ -119,9 +122,9 @@ def test_a_corrupt_checkpoint_is_neither_compared_nor_exported(
 def test_what_was_imported_is_exported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = model(tmp_path / "hf", kind="qwen3_moe", num_experts=3, experts_per_token=2, expert_ffn_size=8)
     assert run(["checkpoints", "import", "hf", "s/moe", "--json"]) == 0
-    assert told(capsys)["checkpoint"] == f"{tmp_path}/s/moe/step-00000000"
+    assert reported(capsys)["checkpoint"] == f"{tmp_path}/s/moe/step-00000000"
     assert run(["checkpoints", "export", "s/moe", "out", "--shard-gb", "0.000005", "--json"]) == 0
-    assert told(capsys)["tensors"] == len(before)
+    assert reported(capsys)["tensors"] == len(before)
     after: dict[str, np.ndarray] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         after |= load_file(path)
@@ -134,17 +137,33 @@ def test_what_was_imported_is_exported_again(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "half" / "model.safetensors").stat().st_size < sum(t.nbytes for t in before.values())
 
 
-def test_programs_of_other_users_may_read_an_export(tmp_path: Path) -> None:
+def test_export_of_the_best_is_that_with_the_least_loss_of_what_is_still_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model(tmp_path / "hf")
-    assert run(["checkpoints", "import", "hf", "s/a"]) == 0
-    before = os.umask(0o022)
-    try:
-        assert run(["checkpoints", "export", "s/a", "out"]) == 0
-    finally:
-        os.umask(before)
-    files = list((tmp_path / "out").iterdir())
-    assert {"config.json", "model.safetensors"} <= {path.name for path in files}
-    assert all(path.is_file() and path.stat().st_mode & 0o044 == 0o044 for path in files)
+    assert run(["checkpoints", "import", "hf", "s/mine", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["checkpoints", "export", "s/mine", "out", "--best"]) == 2
+    assert "no checkpoint of mine was evaluated" in capsys.readouterr().err
+    store = DirectoryStore(tmp_path / "s")
+    for step in (10, 20):
+        model(tmp_path / f"hf-{step}", seed=step)
+        assert run(["checkpoints", "import", f"hf-{step}", f"s/at-{step}", "--json"]) == 0
+        commit, objects = read_commit(store, f"at-{step}", 0), []
+        for one in commit.objects:
+            objects.append(replace(one, key=rank_key("mine", step, 1, one.rank)))
+            store.put(objects[-1].key, store.get(one.key))
+        write_commit(store, replace(commit, run="mine", step=step, objects=tuple(objects)))
+    with RunRecorder(store, "mine", "a1") as recorder:
+        for step, loss in ((10, 1.5), (20, 2.0), (15, 1.0)):  # step 15 was removed
+            recorder.event(Event("evaluated", "", step=step, details={"loss": loss}))
+    capsys.readouterr()
+    assert run(["checkpoints", "export", "s/mine", "out", "--best", "--json"]) == 0
+    assert reported(capsys)["step"] == 10
+    exported, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "hf-10"))
+    assert all(np.array_equal(exported[name], theirs[name]) for name in theirs)
+    assert run(["checkpoints", "export", "s/mine/step-20", "again", "--best"]) == 2
+    assert "step 20 is named, too" in capsys.readouterr().err
 
 
 def test_import_into_a_job_wants_the_jobs_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,18 +177,4 @@ def test_import_into_a_job_wants_the_jobs_own_model(tmp_path: Path, capsys: pyte
     assert run(["checkpoints", "import", "hf", str(job(tmp_path, norm_eps=1e-5))]) == 0
     assert "raypp submit" in capsys.readouterr().out
     assert run(["checkpoints", "list", "s/tuned", "--json"]) == 0
-    assert [row["step"] for row in told(capsys)] == [0]
-
-
-def test_plan_takes_the_sizes_from_the_model_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model(tmp_path / "hf")
-    path = tmp_path / "tune.yaml"
-    path.write_text("name: tune\nmodel:\n  from_hf: hf\ndata: {kind: synthetic}\nmesh: {pp: 2}\n")
-    assert run(["plan", str(path), "--json"]) == 0
-    assert [rank["layers"] for rank in told(capsys)["ranks"]] == [[[0, 0]], [[1, 1]]]
-    assert run(["plan", str(path), "--set", "model.vocab_size=299"]) == 2
-    assert "--set model.vocab_size=299: is 299, but" in capsys.readouterr().err
-    assert run(["plan", str(path), "--set", "model.from_hf=nowhere"]) == 2
-    assert "--set model.from_hf=nowhere: there is no" in capsys.readouterr().err
-    assert run(["plan", str(path), "--set", "mesh.pp=4"]) == 2
-    assert "2 layers" in capsys.readouterr().err
+    assert [row["step"] for row in reported(capsys)] == [0]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from raypp.cli.main import run
-from raypp.data.look import histogram
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -44,8 +42,8 @@ def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixtu
 
 
 def test_the_same_rows_are_shown_that_a_run_reads_first(capsys: pytest.CaptureFixture[str]) -> None:
-    from raypp.data.loader import open_loader
-    from raypp.spec.job_file import load_job
+    from raypp.job.job_file import load_job
+    from raypp.rank.data.loader import open_loader
 
     assert run(["data", "show", "jobs/chat.yaml", "--rows", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["first_rows"]
@@ -53,14 +51,6 @@ def test_the_same_rows_are_shown_that_a_run_reads_first(capsys: pytest.CaptureFi
     rows = loader.next_step()[0].rows
     loader.close()
     assert [[i for piece in row for i in piece["ids"]] for row in shown] == [row.tokens.tolist() for row in rows]
-
-
-def test_a_histogram_counts_every_length_once_and_has_a_border_at_the_longest_row() -> None:
-    for lengths, seq_len in (([1], 8), ([3, 8, 8, 9], 8), ([8] * 5, 8), ([1, 100, 1000], 64), (range(1, 300), 100)):
-        edges, counts = histogram(np.array(list(lengths)), seq_len)
-        assert sum(counts) == len(list(lengths)) and len(edges) == len(counts) + 1 and edges == sorted(set(edges))
-        long = [count for low, count in zip(edges, counts, strict=False) if low >= seq_len]
-        assert sum(long) == sum(length > seq_len for length in lengths)
 
 
 def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from raypp.checkpoint.layout import commit_key
-from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.cli.main import run
-from raypp.clusters.known_runs import RunPlace, known_runs, remember_run
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
+from raypp.control.clusters.known_runs import RunPlace, known_runs, remember_run
 from raypp.records import RunState
+from raypp.state.checkpoint.layout import commit_key
+from raypp.state.checkpoint.run_spec import RunEnd, write_end, write_spec
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage.directory import DirectoryStore
 
 
@@ -50,8 +50,8 @@ def _keys(store: DirectoryStore) -> set[str]:
 def test_a_run_that_lives_is_refused(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     before = _keys(store)
     assert run(["delete", "mine", "--yes"]) == 2
-    told = capsys.readouterr().err
-    assert "mine is RUNNING" in told and "raypp stop mine" in told and _keys(store) == before
+    reported = capsys.readouterr().err
+    assert "mine is RUNNING" in reported and "raypp stop mine" in reported and _keys(store) == before
 
 
 def test_a_run_that_has_ended_goes_with_its_own_objects_only(

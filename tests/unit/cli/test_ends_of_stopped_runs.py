@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from raypp.api import run as api_run
-from raypp.api.run import Run
+from raypp.api import run_control as api_run
+from raypp.api.run_control import RunControl
 from raypp.api.submission import JobWatch
-from raypp.checkpoint.run_spec import RunEnd
 from raypp.cli.main import run
-from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
-from raypp.observe.reader import RunReader
+from raypp.control.clusters.dashboard import Dashboard
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
 from raypp.records import RunState
+from raypp.state.checkpoint.run_spec import RunEnd
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 NOBODY = "http://127.0.0.1:1"
@@ -38,8 +38,8 @@ def test_stop_is_an_error_when_the_last_checkpoint_is_missing(
     cluster = Cluster(NOBODY, Dashboard(NOBODY))
     monkeypatch.setattr(api_run.client, "command_run", lambda *_: answer)
     monkeypatch.setattr(api_run.known_runs, "cluster_of", lambda *_: cluster)
-    mine = Run(PLACE, RunReader(DirectoryStore(tmp_path), "mine"))
-    monkeypatch.setattr(Run, "find", lambda _: mine)
+    mine = RunControl(PLACE, RunReader(DirectoryStore(tmp_path), "mine"))
+    monkeypatch.setattr(RunControl, "find", lambda _: mine)
     answer |= {"exit_code": 0, "reason": ""}
     assert run(["stop", "mine"]) == 0
     assert capsys.readouterr().out == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008\n"

@@ -9,14 +9,14 @@ import pytest
 
 from raypp.cli.generate_command import _Printer
 from raypp.cli.main import run
-from raypp.data.tokenizer import ByteTokenizer
-from raypp.inference.prompts import Answer, Encoded
+from raypp.rank.data.tokenizer import ByteTokenizer
+from raypp.tools.inference.prompts import Answer, Encoded
 
 TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ([], "--prompt, --prompts, --chat: none is given"),
         (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts, --chat: only one of them can be given"),
@@ -35,11 +35,11 @@ TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["generate", TINY, *arguments]) == 2
     captured = capsys.readouterr()
-    assert told in captured.out + captured.err
+    assert reported in captured.out + captured.err
 
 
 def fed(as_json: bool) -> None:

@@ -63,21 +63,6 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert here(tmp_path) == {"chat.yaml": b"mine"}
 
 
-def test_other_data_of_the_same_name_is_not_taken_for_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/chat.jsonl").write_text("mine")
-    assert run(["init", "chat.yaml"]) == 2
-    assert "data/chat.jsonl is already here with different content" in capsys.readouterr().err
-    assert here(tmp_path) == {"data/chat.jsonl": b"mine"}
-
-
-def test_jobs_share_their_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["init", "quickstart"]) == 0 and run(["init", "spot"]) == 0
-    assert "wrote spot.yaml" in (said := capsys.readouterr().out) and said.count("kjv-new-testament.txt") == 1
-
-
 def test_another_file_gets_the_job_and_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "quickstart", "--out", "mine/first.yaml"]) == 0
     assert "wrote mine/first.yaml\n" in capsys.readouterr().out
@@ -87,9 +72,3 @@ def test_another_file_gets_the_job_and_its_data(tmp_path: Path, capsys: pytest.C
     assert run(["init", "lora", "--out", "mine/first.yaml"]) == 2
     assert "mine/first.yaml is already here" in capsys.readouterr().err
     assert (tmp_path / "mine/first.yaml").read_bytes() == (TEMPLATES / "quickstart.yaml").read_bytes()
-
-
-def test_a_folder_without_rights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "data").write_text("a file where the folder should be")
-    assert run(["init", "quickstart"]) == 2
-    assert "data/kjv-new-testament.txt cannot be written" in capsys.readouterr().err

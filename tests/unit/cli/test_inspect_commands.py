@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypp.api import find_run
 from raypp.cli import inspect_commands
 from raypp.cli.main import run
-from raypp.clusters.known_runs import RunPlace, remember_run
-from raypp.observe.json_lines import LogLine, document
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import STATUS_KEYS, RankStatus, RunStatus
+from raypp.control import find_run
+from raypp.control.clusters.known_runs import RunPlace, remember_run
+from raypp.control.run_record import RunRecord
+from raypp.job.load import parse_job
 from raypp.records import Coordinates, Event, RunState, StepReport
+from raypp.state.run_records.json_lines import LogLine, document
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import STATUS_KEYS, RankStatus, RunStatus
 from raypp.storage import open_store
 
 MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
@@ -78,15 +80,6 @@ def test_status_json_is_one_object_with_the_keys_of_the_contract(kjv, capsys):
     }
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_nothing_is_wider_than_the_terminal(store, columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    status = dataclasses.replace(STATUS, error="something went wrong at a place with a very long name " * 5)
-    record(store, status, steps=[report(step, 2, 1 / step) for step in range(1, 500)])
-    run(["status", f"{store.url}/kjv"])
-    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= columns
-
-
 def test_history_is_json_lines_with_the_last_attempts_values_at_full_precision(kjv, capsys):
     assert run(["history", kjv]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -97,6 +90,17 @@ def test_history_is_json_lines_with_the_last_attempts_values_at_full_precision(k
         (4, 2, 0.1 + 4),
     ]
     assert list(rows[0]) == ["step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt"]
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_status_says_that_a_gpu_was_full_and_what_helps(store, capsys, retries):
+    of_run = RunRecord(store, parse_job({"name": "kjv"}), "c-1")
+    of_run.add_step(dataclasses.replace(report(1), alloc_retries=retries), 1)
+    of_run.close()
+    record(store, of_run.status())
+    assert run(["status", f"{store.url}/kjv"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("waited, 3 times: lower train.micro_batch_size" in shown) == (retries > 0)
 
 
 def test_a_loss_that_is_no_number_does_not_break_history_or_status(store, capsys):
@@ -123,7 +127,7 @@ def test_samples_are_printed_in_full_each_step_once(store, capsys):
     ]  # fmt: skip
 
 
-def test_events_tell_time_rank_node_and_cause(kjv, capsys):
+def test_events_show_time_rank_node_and_cause(kjv, capsys):
     assert run(["events", kjv]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -132,34 +136,19 @@ def test_events_tell_time_rank_node_and_cause(kjv, capsys):
     assert run(["events", kjv, "--json"]) == 0
     events = json.loads(capsys.readouterr().out)
     assert events[1] == {
-        "time": 200.0,
-        "kind": "rank_failed",
-        "message": "rank 3 died",
-        "attempt": 1,
-        "step": 3,
-        "rank": 3,
-        "node": "node1",
-        "cause": "signal 9",
-        "details": {"cause": "signal 9"},
-    }
+        "time": 200.0, "kind": "rank_failed", "message": "rank 3 died", "attempt": 1, "step": 3, "rank": 3,
+        "node": "node1", "cause": "signal 9", "details": {"cause": "signal 9"},
+    }  # fmt: skip
 
 
 def test_logs_are_one_stream_tagged_with_coordinates(kjv, capsys):
     assert run(["logs", kjv]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "pp0-fsdp1 | from one",
-        "pp0-fsdp0 | from [bold]zero[/bold]",
-    ]
+    assert capsys.readouterr().out.splitlines() == ["pp0-fsdp1 | from one", "pp0-fsdp0 | from [bold]zero[/bold]"]
     assert run(["logs", kjv, "--rank", "1"]) == 0
     assert capsys.readouterr().out == "pp0-fsdp1 | from one\n"
     for tail, lines in (("0", []), ("1", ["pp0-fsdp0 | from [bold]zero[/bold]"])):
         assert run(["logs", kjv, "-n", tail]) == 0
         assert capsys.readouterr().out.splitlines() == lines
-
-
-def test_a_rank_that_is_not_there_is_an_error_that_says_which_are(kjv, capsys):
-    assert run(["logs", kjv, "--rank", "7"]) == 2
-    assert "0 to 3" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -226,12 +215,6 @@ def test_a_run_without_a_status_yet_is_pending(store, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "PENDING"
 
 
-@pytest.mark.parametrize("command", ["status", "history", "events", "logs"])
-def test_an_unknown_run_is_an_error_with_the_close_name(kjv, command, capsys):
-    assert run([command, kjv.replace("kjv", "kjw")]) == 2
-    assert f"did you mean {kjv}?" in capsys.readouterr().err
-
-
 def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsys):
     remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 60))
     remember_run(RunPlace(store.url, "broken", None, "", time.time() - 3600))
@@ -242,7 +225,7 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     listed = json.loads(capsys.readouterr().out)
     assert {entry["run"]: entry["state"] for entry in listed} == {"kjv": "RUNNING", "broken": None}
     assert [entry["run"] for entry in listed] == ["kjv", "broken"]
-    assert all(set(entry) == set(STATUS_KEYS) - {"ranks"} for entry in listed)
+    assert all(set(entry) == {*STATUS_KEYS, "waited_s"} - {"ranks"} for entry in listed)
     assert run(["list"]) == 0
     shown = capsys.readouterr().out
     assert "kjv     RUNNING" in shown
@@ -253,35 +236,13 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     assert "no such runs found" in capsys.readouterr().out
 
 
-def test_a_list_in_a_pipe_has_all_columns_and_one_line_for_each_run(store, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    name = "seventy-b-with-lr-3e-4-and-warm-up-of-5"
-    for index, error in enumerate([None, "the disk\nis full"]):
-        record(store, dataclasses.replace(STATUS, run=f"{name}{index}", state=RunState.FAILED, error=error))
-        remember_run(RunPlace(store.url, f"{name}{index}", "http://10.0.0.1:8265", "job", time.time() - 3700 - index))
-    assert run(["list"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
-    names = ["run", "state", "step", "loss", "tokens/s", "restarts", "age", "cluster", "where", "error"]
-    assert head.split() == names and len(rows) == 2
-    *before, age, cluster, where = rows[0].split()
-    assert before == [f"{name}0", "FAILED", "4/10", "2.5000", "12.3k", "1"]
-    assert age.startswith("1:0") and (cluster, where) == ("10.0.0.1:8265", store.url)
-    assert rows[1].endswith(f"{store.url}  the disk is full")
-
-
 def test_before_the_first_step_of_a_resume_the_figures_are_those_of_the_history(store, capsys):
     record(store, dataclasses.replace(STATUS, step=2, loss=None, tokens_per_s=None), steps=[report(1), report(2)])
     remember_run(RunPlace(store.url, "kjv", None, "", time.time()))
     assert run(["list", "--json"]) == 0 and run(["status", "kjv", "--json"]) == 0
-    (listed,), told = map(json.loads, capsys.readouterr().out.splitlines())
-    for status in (listed, told):
+    (listed,), reported = map(json.loads, capsys.readouterr().out.splitlines())
+    for status in (listed, reported):
         assert (status["step"], status["loss"], status["tokens_per_s"]) == (2, 2.0, 10000.0)
-
-
-def test_a_run_submitted_long_ago_that_never_spoke_does_not_stay_pending(store, capsys):
-    remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 3600))
-    assert run(["status", "kjv", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["state"] == "FAILED"
 
 
 def test_a_name_close_to_a_known_one_is_proposed(store, capsys):

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import itertools
-import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -11,16 +10,15 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from raypp.api.find_run import Records
-from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
-from raypp.cli.render import status_view
-from raypp.cli.run_commands import LiveView, print_next, summary_view
-from raypp.clusters.known_runs import RunPlace
-from raypp.observe.json_lines import document
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
+from raypp.cli.run_commands import LiveView, next_commands
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import Records
 from raypp.records import Event, RunState, StepReport
+from raypp.state.checkpoint.run_spec import RunEnd, write_end, write_spec
+from raypp.state.run_records.json_lines import document
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import StoreError, open_store
 
 STATUS = RunStatus("r", RunState.RUNNING, 0, 100, mesh={"pp": 1})
@@ -93,7 +91,7 @@ def test_on_a_terminal_one_line_moves_and_events_stay(store, width):
     assert shown.count("step 50 is durable") == 1
 
 
-def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
+def test_the_past_of_a_resumed_run_is_neither_shown_nor_taken_for_the_end(store):
     train(store, RunState.STOPPED, last=50).join()
     write_spec(store, "r", {})
     write_end(store, RunEnd("r", RunState.STOPPED, 0), 1)
@@ -117,15 +115,7 @@ def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
     assert "step  50/100" not in shown
 
 
-def test_following_ends_when_the_caller_says_so(store):
-    with RunRecorder(store, "r", "a1") as recorder:
-        recorder.status(STATUS)
-    looks = iter([False, False, True])
-    view = LiveView(console(), poll_s=0.01)
-    assert view.follow(place_of(store), RunReader(store, "r"), lambda: next(looks)).status["state"] == "RUNNING"
-
-
-def test_after_the_event_of_the_end_no_state_that_was_read_before_it_is_told(store):
+def test_after_the_event_of_the_end_no_state_that_was_read_before_it_is_reported(store):
     view = LiveView(screen := console(), poll_s=0.01)
     recovering = dataclasses.replace(STATUS, state=RunState.RECOVERING).as_dict()
     view.update(Records(STATUS.as_dict(), [], []))
@@ -139,15 +129,7 @@ def test_following_ends_when_the_run_has_been_silent_for_long(store):
     assert view.follow(place_of(store), RunReader(store, "r")).status["state"] == "FAILED"
 
 
-def test_ctrl_c_reaches_the_caller(store):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        LiveView(console(terminal=True)).follow(place_of(store), RunReader(store, "r"), interrupt)
-
-
-def test_a_store_that_does_not_answer_for_a_while_is_told_once(store, monkeypatch):
+def test_a_store_that_does_not_answer_for_a_while_is_reported_once(store, monkeypatch):
     train(store, RunState.RUNNING, last=2).join()
     screen, answers = console(), itertools.chain([False, False, True, True], itertools.repeat(False))
     history = RunReader.history
@@ -164,27 +146,17 @@ def test_a_store_that_does_not_answer_for_a_while_is_told_once(store, monkeypatc
     assert screen.file.getvalue().count("cannot read the run's records at the moment: no answer") == 1
 
 
-def test_a_run_that_can_be_trained_on_offers_the_command_that_submitted_it_on_one_line():
-    screen = console()
-    status = dataclasses.replace(STATUS, state=RunState.SUCCEEDED, checkpoint="s3://bucket/r/step-00000100")
-    again = f"raypp submit {'a-folder/' * 9}job.yaml --set mesh.pp=2 --name r"
-    print_next(screen, RunPlace("s3://bucket", "r", None), status.as_dict(), again)
-    lines = screen.file.getvalue().splitlines()
-    assert f"  {again} --resume --set train.steps=200  # train longer" in lines
-    assert all(shlex.split(line, comments=True)[0] == "raypp" for line in lines[1:])
-
-
 @pytest.mark.parametrize(
-    ("state", "label"),
-    [(RunState.FAILED, "error"), (RunState.SUCCEEDED, "last failure"), (RunState.RUNNING, "last failure")],
+    ("state", "checkpoint", "command"),
+    [
+        ("SUCCEEDED", "step-00000040", "raypp submit job.yaml --set a=1 --resume --set train.steps=80"),
+        ("STOPPED", "step-00000040", "raypp submit job.yaml --set a=1 --set train.steps=40 --resume"),
+        ("FAILED", None, "raypp delete mine"),
+    ],
 )
-def test_what_a_run_survived_is_not_called_its_error(state, label):
-    status = dataclasses.replace(STATUS, state=state, error="rank 2 died").as_dict()
-    for view in (
-        summary_view(Records(status, [], []), console()),
-        status_view(status, [], console()),
-    ):
-        screen = console()
-        screen.print(view)
-        (line,) = [line for line in screen.file.getvalue().splitlines() if "rank 2 died" in line]
-        assert line.split("  ")[1] == label
+def test_the_next_commands_of_a_resumed_run_name_each_option_once(
+    state: str, checkpoint: str | None, command: str
+) -> None:
+    again = "raypp submit job.yaml --set a=1 --set train.steps=40"
+    facts = {"state": state, "checkpoint": checkpoint, "steps": 40}
+    assert command in dict(next_commands(RunPlace("s3://bucket", "mine", None), facts, again))

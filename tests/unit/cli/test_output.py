@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 from rich.box import HEAVY_HEAD
 from rich.cells import cell_len
@@ -25,7 +25,7 @@ def drawn(*things: object, width: int = 100, **options: object) -> str:
     return shown.getvalue()
 
 
-@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+@pytest.mark.parametrize("text", hostile.TEXTS.values(), ids=hostile.TEXTS)
 def test_whatever_rich_prints_is_shown(text: str) -> None:
     table = Table(title=text, caption=text, box=HEAVY_HEAD, show_edge=True)
     styled_twice = Text(text, "red") + Text(text, "blue")
@@ -36,14 +36,14 @@ def test_whatever_rich_prints_is_shown(text: str) -> None:
     joined = Text("  ").join([Text(text), Text("a") + text])
     for thing in (text, Text(text), table, Group(text, table), Padding(text, (0, 2)), joined):
         shown = drawn(thing)
-        assert nasty.faults(shown, coloured=True) == []
-        assert nasty.MARK in shown
-        assert nasty.faults(drawn(thing, style="bold", soft_wrap=True), coloured=True) == []
-    assert nasty.faults(drawn("a", text, Text(text), sep=" ", end="\n"), coloured=True) == []
-    assert nasty.faults(drawn(Lines(text, "green")).replace("FORGED", ""), coloured=True) == []
+        assert hostile.faults(shown, coloured=True) == []
+        assert hostile.MARK in shown
+        assert hostile.faults(drawn(thing, style="bold", soft_wrap=True), coloured=True) == []
+    assert hostile.faults(drawn("a", text, Text(text), sep=" ", end="\n"), coloured=True) == []
+    assert hostile.faults(drawn(Lines(text, "green")).replace("FORGED", ""), coloured=True) == []
 
 
-@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+@pytest.mark.parametrize("text", hostile.TEXTS.values(), ids=hostile.TEXTS)
 def test_rows_of_a_table_stay_rows_within_the_width(text: str) -> None:
     table = Table(box=None)
     table.add_column("name", overflow="fold")
@@ -51,7 +51,7 @@ def test_rows_of_a_table_stay_rows_within_the_width(text: str) -> None:
     for size in range(3):
         table.add_row(text, f"{size} kB")
     lines = [line for line in drawn(table, width=LONGEST_CELL * 2 + 20).splitlines() if line.strip()]
-    bare = [nasty._SGR.sub("", line).rstrip() for line in lines]
+    bare = [hostile._SGR.sub("", line).rstrip() for line in lines]
     assert all(cell_len(line) <= LONGEST_CELL * 2 + 20 for line in bare)
     assert sum(" kB" in line for line in bare) == 3
     ends = {cell_len(line) for line in bare if " kB" in line}
@@ -63,17 +63,17 @@ def test_markup_is_text() -> None:
     assert len(Text("x" * 5)) == 5
 
 
-@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+@pytest.mark.parametrize("text", hostile.TEXTS.values(), ids=hostile.TEXTS)
 def test_lines_and_json_are_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     echo("a ", styled(text, fg="red"), text)
     shown = capsys.readouterr().out
-    assert nasty.faults(shown) == []
+    assert hostile.faults(shown) == []
     assert shown.count("\n") == 1
     echo_lines(f"a {text}", err=True)
     assert "\x1b" not in capsys.readouterr().err
     echo_json({text: [text]})
     shown = capsys.readouterr().out
-    assert nasty.faults(shown) == [] and shown.isascii() and shown.count("\n") == 1
+    assert hostile.faults(shown) == [] and shown.isascii() and shown.count("\n") == 1
     assert json.loads(shown) == {text: [text]}
 
 

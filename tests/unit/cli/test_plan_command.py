@@ -11,8 +11,9 @@ from raypp.api.checked_job import plan
 from raypp.cli.console import Console
 from raypp.cli.main import run
 from raypp.cli.plan_view import plan_view
-from raypp.planning.costs import Costs, Part, write_costs
-from raypp.spec.job_file import load_job
+from raypp.job.job_file import load_job
+from raypp.planning.costs import Costs, Part
+from raypp.planning.measured_costs import write_costs
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
@@ -114,23 +115,6 @@ def test_what_does_not_fit_gets_words_to_paste_that_make_it_fit(capsys: pytest.C
     assert "already fits" in capsys.readouterr().out
 
 
-def test_the_json_of_a_fit_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", QUICKSTART, *CARD, *LARGER, "--fit", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fits"] and found["need"] > found["device_memory"] == int(23.64 * 2**30)
-    times = [one["step_s"] for one in found["same"]]
-    assert times and times == sorted(times)
-    assert all(one["peak_memory"] <= found["device_memory"] and one["devices"] == 2 for one in found["same"])
-
-
-def test_a_job_that_cannot_fit_says_so_and_what_is_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    huge = ["--set", "model.hidden_size=16384", "--set", "model.num_layers=4", "--set", "model.ffn_size=131072"]
-    huge += ["--set", "model.num_heads=64", "--set", "mesh.fsdp=1", "--set", "pipeline.microbatches=2"]
-    assert run(["plan", QUICKSTART, *CARD, *huge, "--fit"]) == 4
-    printed = capsys.readouterr().out
-    assert "nothing that was tried fits with the same model, data and batch\nthe nearest:\n  1. " in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -143,3 +127,14 @@ def test_a_job_that_cannot_fit_says_so_and_what_is_nearest(capsys: pytest.Captur
 def test_what_a_fit_cannot_do_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert run(["plan", QUICKSTART, "--fit", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.eval.path"])
+@pytest.mark.parametrize(("name", "fix"), [("my.csv", "write JSON lines"), ("my.jsonl", "set data.kind to jsonl")])
+def test_a_plan_refuses_a_file_of_another_kind(
+    key: str, name: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("a,b\n1,2\n" * 100)
+    assert run(["plan", str(REPOSITORY / "jobs/quickstart.yaml"), "--set", f"{key}={tmp_path / name}"]) == 2
+    error = capsys.readouterr().err
+    assert key in error and f"{name} is {Path(name).suffix}" in error and fix in error

@@ -15,32 +15,31 @@ from typing import Any, cast
 from urllib.parse import parse_qs
 from zipfile import ZipFile
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 
 from raypp.api import submission
 from raypp.api.checked_job import checked
-from raypp.api.find_run import Records, find_run, follow, present_status
 from raypp.api.submission import JobWatch
-from raypp.checkpoint.layout import commit_key
-from raypp.checkpoint.run_spec import RunEnd, read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.output import say
-from raypp.cli.run_commands import LiveView
-from raypp.clusters import known_runs
-from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import facts_of, submit_run
+from raypp.control.clusters import known_runs
+from raypp.control.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.find_run import find_run, follow, present_status
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.errors import JobError, Problem, UnreachableError
-from raypp.observe.json_lines import document
-from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, RunStatus
+from raypp.job.job_file import load_job
+from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import ON_CPUS
 from raypp.records import RunState
-from raypp.spec.job_file import load_job
-from raypp.spec.load import job_document, parse_job
+from raypp.state.checkpoint.layout import commit_key
+from raypp.state.checkpoint.run_spec import RunEnd, read_spec, write_spec
+from raypp.state.run_records.json_lines import document
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -81,7 +80,7 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     return start
 
 
-def test_the_controller_is_told_the_memory_of_the_smallest_gpu(tmp_path: Path) -> None:
+def test_the_controller_gets_the_memory_of_the_smallest_gpu(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("name: mine\ndata: {kind: synthetic}\n")
 
@@ -129,13 +128,7 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
 
 @contextmanager
 def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0) -> Iterator[str]:
-    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL.
-
-    Args:
-        jobs: Names of the jobs without their time.
-        status: What a proxy answers instead of hanging up, if not 0.
-        later: What a proxy answers to every question about a job, if not 0.
-    """
+    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -153,7 +146,7 @@ def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0
         def log_message(self, *_: Any) -> None:
             pass
 
-    with nasty.serving(Answer) as url:
+    with hostile.serving(Answer) as url:
         yield url
 
 
@@ -235,6 +228,7 @@ def on_an_idle_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
     monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
     monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    monkeypatch.setattr(submission, "line_exists", lambda _: False)
 
 
 @pytest.mark.parametrize(("recorded", "line"), [(None, "fp32 on CPUs"), ("bf16", "bf16, as before")])
@@ -248,9 +242,9 @@ def test_a_submission_decides_precision_and_says_so(
         write_spec(store, "mine", job_document(asked.job.with_precision(recorded)))
         store.put(commit_key("mine", 20), b"")
     on_an_idle_cluster(monkeypatch)
-    told: list[str] = []
-    prepared = submission.prepare(asked, None, recorded is not None, told.append)
-    assert [words for words in told if "precision" in words] == [f"train.precision: auto is {line}"]
+    reported: list[str] = []
+    prepared = submission.prepare(asked, None, recorded is not None, reported.append)
+    assert [words for words in reported if "precision" in words] == [f"train.precision: auto is {line}"]
     assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.facts.device == "cpu"
 
 
@@ -276,9 +270,9 @@ def test_a_submission_decides_the_steps_between_outer_steps_and_a_resume_keeps_t
         write_spec(store, "mine", job_document(asked.job.with_every_steps(recorded)))
         store.put(commit_key("mine", 20), b"")
     on_an_idle_cluster(monkeypatch)
-    told: list[str] = []
-    prepared = submission.prepare(asked, None, recorded is not None, told.append)
-    assert [words for words in told if "sync" in words] == [f"train.sync.every_steps: auto is {line}"]
+    reported: list[str] = []
+    prepared = submission.prepare(asked, None, recorded is not None, reported.append)
+    assert [words for words in reported if "sync" in words] == [f"train.sync.every_steps: auto is {line}"]
     assert prepared.file.job.train.sync.every_steps == int(line.split(",")[0])
 
 
@@ -316,13 +310,7 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
 def cluster_with(
     jobs: Sequence[tuple[str, str, str]] = (), controllers: Sequence[tuple[str, str]] = (), status: int = 200
 ) -> Iterator[Cluster]:
-    """Serves a dashboard that knows these Ray jobs and controllers of runs named `mine`.
-
-    Args:
-        jobs: Each one's Ray id, its store's URL, and its state.
-        controllers: Each one's state, and the store's URL of its run.
-        status: Of the answer to a question about controllers.
-    """
+    """Serves a dashboard that knows these Ray jobs and controllers of runs named `mine`."""
     listed = [
         {
             "job_id": job,
@@ -355,7 +343,7 @@ def cluster_with(
         def log_message(self, *_: Any) -> None:
             pass
 
-    with nasty.serving(Answer) as url:
+    with hostile.serving(Answer) as url:
         yield Cluster(url, Dashboard(url))
 
 
@@ -382,13 +370,6 @@ def test_a_cluster_that_is_gone_is_noticed_before_ten_seconds_and_named(store: D
         UnreachableError, match=f"the run's cluster is gone: no Ray cluster answers at {cluster.address}"
     ):
         next(follow(place, cast(RunReader, lost), lambda: False, 0.01))
-
-
-def test_a_cluster_that_does_not_answer_is_named_though_the_run_may_go_on(store: DirectoryStore) -> None:
-    with nasty.serving(BaseHTTPRequestHandler) as url:  # knows no GET
-        records = Records.read(silent(store, url), RunReader(store, "mine"))
-    assert records.status["state"] == "RECOVERING" and f"{url} is not a Ray dashboard" in records.trouble
-    assert records.status["error"] == records.trouble and records.status.keys() <= {*STATUS_KEYS, "updated_at"}
 
 
 HERS = "s3://hers/runs"
@@ -426,14 +407,6 @@ def test_a_name_means_the_active_run_or_the_newest_unless_several_are_active(
         assert known_runs.locate_run("mine").url == store.url
 
 
-def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_submitted(store: DirectoryStore) -> None:
-    with (
-        cluster_with(status=500) as cluster,
-        pytest.raises(UnreachableError, match="does not say whether the run 'mine' is active"),
-    ):
-        submission._check_not_running(parse_job({"name": "mine"}), store, cluster)
-
-
 def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: DirectoryStore) -> None:
     write_spec(store, "mine", {"name": "mine"})
     place, _ = find_run(f"file://{tmp_path}/store//mine")
@@ -449,25 +422,7 @@ def test_a_dry_run_prints_one_json_object_on_standard_output(
         arguments = [str(path), "--dry-run", "--json", "--address", cluster.address, "--name", "other"]
         run_commands.submit_command.main(arguments, standalone_mode=False)
     printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert (told["run"], told["job_id"], told["url"]) == ("other", None, store.url)
-    assert told["address"] == cluster.address
+    reported = json.loads(printed.out)
+    assert (reported["run"], reported["job_id"], reported["url"]) == ("other", None, store.url)
+    assert reported["address"] == cluster.address
     assert "nothing was started" in printed.err
-
-
-def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_answer(
-    store: DirectoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(*_: Any) -> None:
-        raise StoreError("no answer")
-
-    view = LiveView()
-    monkeypatch.setattr(view, "follow", away)
-    dashboard = _JobFailed("http://127.0.0.1:1")
-    place = RunPlace(store.url, "mine", dashboard.url, "job")
-    cluster = Cluster(dashboard.url, dashboard)
-    assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, True, "raypp submit a.yaml") == 4
-    printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert (told["run"], told["job_id"], told["address"], told["url"]) == ("mine", "job", dashboard.url, store.url)
-    assert "its records cannot be read: no answer" in printed.err

@@ -11,11 +11,11 @@ from gallery import NAMES, commands, settings, small
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
 from raypp.cli.main import COMMANDS
+from raypp.job.load import job_document
 from raypp.planning.costs import device_named
 from raypp.planning.machines import Machines
 from raypp.planning.plan import Grounds, make_plan
 from raypp.registry import load_object
-from raypp.spec.load import job_document
 
 REPOSITORY = Path(__file__).parents[3]
 PLANS = [

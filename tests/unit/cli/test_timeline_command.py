@@ -11,15 +11,15 @@ from traces import chrome_faults, two_ranks
 
 from raypp.cli.main import run
 from raypp.cli.timeline_command import _parts_of
-from raypp.clusters.known_runs import RunPlace
+from raypp.control.clusters.known_runs import RunPlace
 from raypp.errors import JobError
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
-from raypp.observe.trace import RankTrace, TracePlace, newest_trace
-from raypp.observe.trace_analysis import analyse, measured_cards, measured_links
 from raypp.records import Event, RunState
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
+from raypp.state.run_records.trace import RankTrace, TracePlace, newest_trace
 from raypp.storage import ObjectStore, open_store
+from raypp.tools.trace_analysis import analyse, measured_links
 
 LINKS = Event("lookahead", "chosen", time=1.5e9, attempt=1, details={"link_s": [0.005]})
 
@@ -71,16 +71,6 @@ def test_the_newest_trace_that_is_complete_is_taken(store: ObjectStore) -> None:
     assert found is not None and found[0].first_step == 9
 
 
-@pytest.mark.parametrize(("state", "words"), [(RunState.STOPPED, "resume it, and trace"), (RunState.RUNNING, "trains")])
-def test_a_run_without_a_trace_is_an_error_with_a_way_out(
-    store: ObjectStore, state: RunState, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(store, [], state)
-    assert run(["timeline", f"{store.url}/r", "--recorded"]) == 2
-    printed = capsys.readouterr().err
-    assert "no complete trace of r is in its store" in printed and words in printed
-
-
 def test_a_trace_with_a_damaged_part_names_it(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     trace = two_ranks()
     write(store, trace)
@@ -95,14 +85,6 @@ def test_links_are_those_of_the_attempt_or_the_newest() -> None:
     assert measured_links([LINKS, later]) == [0.5]
     assert measured_links([LINKS], 7) == measured_links([]) == []
     assert measured_links([replace(LINKS, details={"link_s": ["x", -1.0, 1e300]})]) == []
-
-
-def test_cards_are_those_of_the_attempt_or_the_newest() -> None:
-    shared = replace(LINKS, details={"link_s": [0.005], "cards": [None, 1, 2, None]})
-    assert measured_cards([shared]) == [None, 1, 2, None]
-    assert measured_cards([shared, replace(LINKS, attempt=2)]) is None
-    assert measured_cards([shared, replace(LINKS, attempt=2)], 1) == [None, 1, 2, None]
-    assert measured_cards([replace(LINKS, details={"cards": ["x"]})]) is None
 
 
 def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

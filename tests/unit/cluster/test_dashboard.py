@@ -8,7 +8,7 @@ import re
 import yaml
 from test_launcher_file import _ROOT
 
-from raypp.observe.quantities import METRICS
+from raypp.state.run_records.quantities import METRICS
 
 
 def test_every_query_names_metrics_that_the_controller_sets_and_tags_they_carry() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from raypp.job.checks import check_spec
+from raypp.job.job_file import load_job
 from raypp.planning.check import check_plan
-from raypp.spec.checks import check_spec
-from raypp.spec.job_file import load_job
 
 _ROOT = Path(__file__).parents[3]
 _FOLDER = _ROOT / "cluster" / "kuberay"

@@ -3,6 +3,7 @@ process, no Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,11 @@ from raypp.control.attempt import Attempt
 from raypp.control.placement import Placement
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo
 from raypp.control.rank_ends import RankEnds
+from raypp.control.recovery.cause_of_death import Death
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.failure_kinds import FailureKind
 from raypp.records import NodeFacts, RankFailure, RankResult
-from raypp.recovery.cause_of_death import Death
 
 NODES = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "NodeManagerHostname": name} for name in "12"]
 
@@ -63,8 +64,6 @@ class Workers(WorkerGroup):
         self.seated: dict[int, Member] = {}
         self.standbys: dict[str, Member] = {}
         self.devices: dict[int, tuple[str, int]] = {}
-        nothing = lambda *_: None  # noqa: E731
-        self.relays: Any = SimpleNamespace(of=nothing, start=nothing, take_over=nothing)
         self.done: list[tuple[str, int]] = []
         self.standby_starts = 0
 
@@ -83,7 +82,7 @@ class Workers(WorkerGroup):
     def adopt_standby(self, actor: Any, node: str) -> None:
         self.standbys[node] = Member(actor, node, fresh=False)
 
-    def start_standbys(self) -> None:
+    def start_standbys(self, next_nodes: Sequence[str] = ()) -> None:
         self.standby_starts += 1
 
 
@@ -100,6 +99,9 @@ class Devices(Placement):
 
     def request(self) -> None:
         pass
+
+    def next_nodes(self) -> list[str]:
+        return []
 
     def take_over(self) -> None:
         pass

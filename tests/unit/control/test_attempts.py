@@ -15,14 +15,14 @@ from raypp.control import rank_ends
 from raypp.control.attempt import AttemptPhase
 from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFailed, Seated
 from raypp.control.protocol import WorkerStatus
+from raypp.control.recovery.cause_of_death import Death
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member
 from raypp.errors import DataError
 from raypp.failure_kinds import FailureKind
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.records import Coordinates, RankResult, Seat
-from raypp.recovery.cause_of_death import Death
-from raypp.spec.load import parse_job
 
 DONE = [RankResult(rank, 9, False, 9) for rank in range(4)]
 
@@ -130,7 +130,7 @@ def test_a_new_process_that_dies_before_it_has_a_seat_has_failed(attempt: StandI
     assert failures(attempt.poll(0.0)) == [(2, "killed")]
 
 
-def test_what_is_wrong_with_a_node_is_told_as_the_node_told_it(attempt: StandIns) -> None:
+def test_what_is_wrong_with_a_node_is_reported_in_the_words_of_the_node(attempt: StandIns) -> None:
     starting(attempt)
     attempt.says(attempt.ranks[1], RayTaskError("info", "…", DataError("torch is too old")))
     (failed,) = attempt.poll(0.0)
@@ -240,7 +240,7 @@ def test_a_rank_that_raised_loses_its_process_and_one_that_hangs_is_ended_from_o
     assert [("leave", 3) in rank.actor.calls for rank in attempt.ranks] == [True, False, True, False]
 
 
-def test_a_cause_that_is_found_while_the_attempt_ends_is_told(attempt: StandIns, clock: StandInClock) -> None:
+def test_a_cause_that_is_found_while_the_attempt_ends_is_reported(attempt: StandIns, clock: StandInClock) -> None:
     running(attempt)
     attempt.tells(0, lost_peer(attempt, 0))
     attempt.poll(0.0)
@@ -306,7 +306,7 @@ def test_a_rank_whose_connection_breaks_is_asked_again(
     assert attempt.poll(0.0) == [] and probed == [2, 3]
 
 
-def test_a_rank_whose_raylet_has_ended_is_lost_before_ray_tells(
+def test_a_rank_whose_raylet_has_ended_is_lost_before_ray_reports_it(
     attempt: StandIns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_ends, "raylet_death", lambda rank: Death(FailureKind.RAYLET_LOST, "the raylet ended"))

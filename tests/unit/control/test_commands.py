@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raypp.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
-from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.find import Cluster
-from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.control.client import no_such_controller
+from raypp.control.clusters.dashboard import Dashboard
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.controller import Controller
-from raypp.control.driver import _end_without_controller, _recorded_end, answer_of, why_no_controller
+from raypp.control.driver import _record_end, _recorded_end, answer_of, why_no_controller, why_not_after
 from raypp.control.leader import Leader
 from raypp.control.machine import RunPhase
+from raypp.control.on_end import tell_end
 from raypp.control.protocol import RunRequest
+from raypp.job.load import job_document, parse_job
 from raypp.records import RunState, StepReport
-from raypp.spec.load import job_document, parse_job
+from raypp.state.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
 from raypp.storage.directory import DirectoryStore
 
 
@@ -137,13 +140,62 @@ def test_a_driver_whose_controller_did_not_wait_for_it_reads_how_the_run_ended(t
     assert _recorded_end(request) == end
 
 
+def test_a_run_starts_after_others_only_if_these_have_succeeded(tmp_path: Path) -> None:
+    store, runs = DirectoryStore(tmp_path), {name: f"{tmp_path}/{name}" for name in ("a", "b", "c")}
+    for name, end in {"a": RunEnd("a", RunState.SUCCEEDED, 0, 9), "b": RunEnd("b", RunState.STOPPED, 0, 4)}.items():
+        write_spec(store, name, {})
+        write_end(store, end, 1)
+    write_spec(store, "c", {})
+    assert why_not_after([]) == why_not_after([runs["a"]]) == ""
+    assert why_not_after([runs["a"], runs["b"]]).startswith("b had to succeed before, and is STOPPED after step 4; `")
+    assert why_not_after([runs["c"]]).startswith("c had to succeed before, and has no recorded end; `raypp submit")
+    write_end(store, RunEnd("c", RunState.FAILED, 1, 2, reason="no memory"), 1)
+    assert "c had to succeed before, and is FAILED after step 2 (no memory)" in why_not_after([runs["c"]])
+
+
 def test_a_run_that_nobody_could_lead_has_an_end(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     write_spec(store, "r", {})
-    _end_without_controller(RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}), "no torch", 2)
-    end = read_end(store, "r")
-    assert end is not None and (end.state, end.exit_code) == (RunState.FAILED, 2)
-    assert end.reason == "the run's controller could not be started: no torch"
+    end = RunEnd("r", RunState.FAILED, 2, reason="no torch")
+    _record_end(RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}), end)
+    read = read_end(store, "r")
+    assert read is not None and replace(read, time=end.time) == end
+
+
+class Listener(BaseHTTPRequestHandler):
+    got: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200 if self.path == "/key" else 403)
+        self.end_headers()
+
+
+def test_the_end_of_a_run_is_posted_and_failures_are_told() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Listener)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    here, failures = f"http://127.0.0.1:{server.server_port}", []
+    try:
+        for url, command in (("$HOOK/key", None), (f"{here}/other", "tell 'us"), ("http://127.0.0.1:1/", None)):
+            on_end = {"observe": {"on_end": {"url": url, "command": command}}}
+            resources = {"resources": {"cpus_per_rank": 1, "env": {"HOOK": here}}}
+            end = RunEnd("r", RunState.STOPPED, 0, 7, "s3://b/my runs/r/step-00000005")
+            failures.append(tell_end({"checkpoint": {"url": "s3://b/my runs"}} | on_end | resources, end))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert Listener.got[0] == {
+        "run": "r", "state": "STOPPED", "step": 7, "reason": "", "exit_code": 0,
+        "checkpoint": "s3://b/my runs/r/step-00000005", "report": "raypp report 's3://b/my runs/r'",
+    }  # fmt: skip
+    assert not failures[0]
+    assert failures[1] == [
+        "observe.on_end.url failed: HTTP Error 403: Forbidden",
+        "observe.on_end.command failed: No closing quotation",
+    ]
+    assert "refused" in failures[2][0]
 
 
 @pytest.mark.parametrize(("state", "again"), [("PENDING according to its records", True), ("FAILED", False)])
@@ -176,11 +228,11 @@ _HEAD = (
         ("KeyError", "KeyError", 1),
     ],
 )
-def test_an_error_of_the_constructor_is_told_in_its_own_words(error: str, words: str, code: int) -> None:
+def test_an_error_of_the_constructor_is_shown_in_its_own_words(error: str, words: str, code: int) -> None:
     assert why_no_controller(f"{_HEAD}{error}\n") == (words, code)
 
 
-def test_an_end_without_a_traceback_is_told_by_its_last_line() -> None:
+def test_of_an_end_without_a_traceback_the_last_line_is_shown() -> None:
     text = "The actor died unexpectedly before finishing this task.\n\tclass_name: Controller\nThe node has died."
     assert why_no_controller(text) == ("The node has died.", 1)
     assert why_no_controller("") == ("", 1)

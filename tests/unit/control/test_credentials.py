@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from raypp.api.find_run import find_run
-from raypp.clusters import find, known_runs, local
-from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.find import Cluster, lend_store_settings
-from raypp.clusters.local import LocalCluster
-from raypp.clusters.seaweed import SeaweedServer
-from raypp.clusters.user_folder import write_private
 from raypp.control.client import collect_secrets, collect_settings
+from raypp.control.clusters import find, known_runs, local
+from raypp.control.clusters.dashboard import Dashboard
+from raypp.control.clusters.find import Cluster, lend_store_settings
+from raypp.control.clusters.local import LocalCluster, S3Process
 from raypp.control.credentials import SECRETS, SETTINGS
+from raypp.control.find_run import find_run
 from raypp.errors import JobError
 from raypp.kinds import STORES
 from raypp.own_process import OwnProcess
+from raypp.user_folder import write_private
 
 ELSEWHERE = Cluster("http://10.0.0.1:8265", Dashboard("http://10.0.0.1:8265"))
 KEYS = {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "S", "AWS_SESSION_TOKEN": "T"}
@@ -76,7 +75,7 @@ def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalCluster:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
     me = OwnProcess.of(os.getpid())
-    s3 = SeaweedServer("http://127.0.0.1:8333", "K", "S", me.pid, me.started, (8333,), str(tmp_path))
+    s3 = S3Process("http://127.0.0.1:8333", "K", "S", me.pid, me.started, (8333,), str(tmp_path))
     token = str(tmp_path / "token")
     write_private(Path(token), "secret")
     cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, token, "/tmp/raypp-x", "python", 9090)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_models import small_options
 
-from raypp.clusters.dashboard import NodeResources
+from raypp.api.checked_job import checked, plan
 from raypp.control.client import device_for, facts_of, precision_remark
-from raypp.errors import ResourcesError
+from raypp.control.clusters.dashboard import NodeResources
+from raypp.errors import JobError, ResourcesError
+from raypp.job.job import Job
+from raypp.job.job_file import job_file
+from raypp.job.load import parse_job
+from raypp.planning import fit_search
+from raypp.planning.costs import DEVICES, device_named
 from raypp.planning.decide import settle
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.planning.levers import LEVERS
+from raypp.planning.machines import Machines
 
 GIB = 1 << 30
 
@@ -22,10 +30,11 @@ def node(ip: str, gpus: float = 0, free: float = 0, memory: int = 0) -> NodeReso
 
 
 def job(**sections: Any) -> Job:
-    return parse_job({"name": "placed", "mesh": {"pp": 2}, "resources": {"device": "cuda"}, **sections})
+    usual = {"mesh": {"pp": 2}, "resources": {"device": "cuda"}, "data": {"kind": "synthetic"}}
+    return parse_job({"name": "placed", **usual, **sections})
 
 
-def test_gpus_that_are_missing_are_told_node_by_node() -> None:
+def test_missing_gpus_are_listed_node_by_node() -> None:
     with pytest.raises(ResourcesError) as refused:
         device_for(job(), [node("10.0.0.1"), node("10.0.0.2", 8, 1)])
     fault = refused.value.problems[0].fault
@@ -35,7 +44,7 @@ def test_gpus_that_are_missing_are_told_node_by_node() -> None:
     assert "10.0.0.1 has no GPU" in refused.value.problems[0].fault and "device cpu" in refused.value.problems[0].fix
 
 
-def test_cpus_that_are_missing_beside_free_gpus_are_told() -> None:
+def test_missing_cpus_beside_free_gpus_are_an_error() -> None:
     four = job(mesh={"pp": 4}, resources={"device": "cuda", "cpus_per_rank": 8})
     with pytest.raises(ResourcesError) as refused:
         device_for(four, [node("10.0.0.1", 4, 4)])
@@ -104,21 +113,59 @@ def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
         ("cpu", "", "fp32", "train.precision: auto is fp32 on CPUs"),
         ("cuda", "NVIDIA H100 80GB HBM3", "bf16", "train.precision: auto is bf16 on these GPUs"),
         ("cuda", "NVIDIA RTX 2000 Ada Generation", "bf16", "train.precision: auto is bf16 on these GPUs"),
-        ("cuda", "Tesla T4", "fp32", "train.precision: auto is fp32 on these GPUs, of which some have no bf16"),
         (
             "cuda",
-            "NVIDIA GeForce RTX 2080 Ti",
-            "fp32",
-            "train.precision: auto is fp32 on these GPUs, of which some have ",
+            "Tesla T4",
+            "fp16",
+            "train.precision: auto is fp16 with loss scaling on these GPUs, of which some have",
         ),
+        ("cuda", "NVIDIA GeForce RTX 2080 Ti", "fp16", "train.precision: auto is fp16 with loss scaling on these GPUs"),
+        ("cuda", "Tesla P100-PCIE-16GB", "fp32", "train.precision: auto is fp32 on these GPUs, of which some have no"),
     ],
 )
-def test_precision_follows_the_device_and_is_told(device: str, card: str, precision: str, remark: str) -> None:
+def test_precision_follows_the_device_and_a_remark_says_so(device: str, card: str, precision: str, remark: str) -> None:
     nodes = [node("10.0.0.1"), replace(node("10.0.0.2", 8, 8), gpu_names=(card,))]
     asked = job(model={"lora": {}})
     decided = settle(asked, facts_of(device, nodes))
     assert decided.train.precision == decided.model.lora.base == precision
-    assert (precision_remark(asked, decided, device) or "").startswith(remark)
+    facts = facts_of(device, nodes)
+    assert precision_remark(asked, decided, facts).startswith(remark)
     explicit = job(train={"precision": "bf16_pure"})
     assert settle(explicit, facts_of(device, nodes)).train.precision == "bf16_pure"
-    assert precision_remark(explicit, explicit, device) is None
+    assert not precision_remark(explicit, explicit, facts)
+    fp16 = job(train={"precision": "fp16"})
+    assert ("no loss scale" in precision_remark(fp16, fp16, facts)) == (precision == "bf16")
+
+
+def test_a_device_is_planned_in_the_precision_that_a_cluster_of_its_cards_gets() -> None:
+    for device in DEVICES.values():
+        nodes = [replace(node("10.0.0.2", 8, 8), gpu_names=(device.name.upper().replace("RTX20", "RTX 20"),))]
+        planned = plan(job(), device=device.name).decision.job.train.precision
+        assert planned == settle(job(), facts_of(device.kind, nodes)).train.precision
+        assert (planned == "fp16") == (device.name in ("t4", "v100-16", "v100-32", "rtx2080ti"))
+
+
+def test_a_plan_refuses_bf16_on_a_card_without_it_and_says_that_fp16_is_not_needed_on_others() -> None:
+    for precision in ("bf16", "bf16_pure"):
+        with pytest.raises(
+            JobError, match=r"train.precision: a t4 has compute capability 7.5; bf16 needs 8.0 or newer"
+        ):
+            plan(job(train={"precision": precision}), device="T4")
+    fp16 = job(train={"precision": "fp16"})
+    said = {card: "no loss scale" in "".join(plan(fp16, device=card).remarks) for card in ("t4", "h100", None)}
+    assert said == {"t4": False, "h100": True, None: False}
+
+
+def test_no_lever_computes_in_what_the_card_lacks() -> None:
+    fp32 = job(train={"precision": "fp32"})
+    for card, offered in (("t4", set()), ("rtx3090", {"bf16", "bf16_pure"}), ("cpu", {"bf16", "bf16_pure"})):
+        search = fit_search._Search(Machines.alike(2, 1, None), device_named(card), math.inf, {})
+        levels = [changes for lever in LEVERS for changes in search._levels(lever, fp32)]
+        assert {str(changes["train.precision"]) for changes in levels if "train.precision" in changes} == offered
+
+
+def test_what_bf16_pure_rounds_of_a_delta_rule_is_said_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_options("qwen3_5").model_dump(mode="json", exclude_none=True)
+    for precision, count in (("bf16", 0), ("bf16_pure", 1)):
+        checked(job_file(job(mesh={}, model=model, train={"precision": precision})))
+        assert caplog.text.count("train.precision: bf16_pure keeps A_log, dt_bias") == count

@@ -13,15 +13,15 @@ from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, NodesFailed, RunPhase, step
 from raypp.control.placement import Placement
+from raypp.control.recovery.policy import AttemptEnd, bad_nodes
 from raypp.control.reshape import reshaped, shape_of
 from raypp.control.watchers import Turn
 from raypp.failure_kinds import FailureKind
+from raypp.job.job import Job
+from raypp.job.job_file import load_job
+from raypp.job.load import parse_job
 from raypp.planning.check import check_plan
 from raypp.records import Event, RankFailure
-from raypp.recovery.policy import AttemptEnd, bad_nodes
-from raypp.spec.job import Job
-from raypp.spec.job_file import load_job
-from raypp.spec.load import parse_job
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -88,7 +88,7 @@ class _Room(Placement):
 
 
 @pytest.mark.parametrize("gib", [20, 80])
-def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
+def test_a_run_that_waits_because_of_memory_says_so_once(gib: int) -> None:
     events: list[Event] = []
     sizing = ElasticSizing(load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job, events.append)
     sizing.gpu_bytes = gib << 30
@@ -150,10 +150,10 @@ def test_a_node_that_failed_a_test_is_left_out_while_the_others_have_room(monkey
     machine, _ = step(Machine(), NodesFailed((("at-n1", "hangs"), ("gone", "hangs"))))
     assert machine.unfit == (("at-n1", "hangs"), ("gone", "hangs"))
     for pp, excluded in ((2, {"n1"}), (3, set())):
-        told: list[Event] = []
-        sizing = ElasticSizing(job_of(False, mesh={"pp": pp}), told.append)
+        heard: list[Event] = []
+        sizing = ElasticSizing(job_of(False, mesh={"pp": pp}), heard.append)
         assert sizing._excluded(machine, _Nodes("r", 4, {})) == excluded
-        assert [event.message for event in told] == ["at-n1 failed its test (hangs) and is excluded from now on"][
+        assert [event.message for event in heard] == ["at-n1 failed its test (hangs) and is excluded from now on"][
             : 3 - pp
         ]
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from raypp.checkpoint.commit import claim_attempt
-from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.control import leader as leader_module
 from raypp.control import placement
 from raypp.control.leader import Leader
 from raypp.control.machine import Claimed, Machine, Seated, Start, step
 from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
+from raypp.job.load import job_document, parse_job
 from raypp.records import Event, RunState, StepReport
 from raypp.retry import Backoff
-from raypp.spec.load import job_document, parse_job
+from raypp.state.checkpoint.commit import claim_attempt
+from raypp.state.checkpoint.run_spec import RunEnd, write_end, write_spec
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RunStatus
 from raypp.storage import ObjectInfo, StoreError, open_store
 from raypp.storage.directory import DirectoryStore
 

@@ -15,8 +15,6 @@ from ray.exceptions import ActorDiedError
 from stand_in_clock import StandInClock
 from stand_in_workers import Actor, Devices, StandIns, Workers, info_of, stand_still
 
-from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
-from raypp.checkpoint.run_spec import write_decision
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
@@ -24,18 +22,20 @@ from raypp.control import watchers
 from raypp.control.leader import Leader
 from raypp.control.machine_log import MachineError, MachineLog
 from raypp.control.protocol import RunRequest, WorkerStatus
+from raypp.control.recovery.cause_of_death import Death
 from raypp.control.report import reports
 from raypp.control.run_events import end_event
 from raypp.failure_kinds import FailureKind
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.shapes import Shape
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RankStatus, RunStatus
+from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
+from raypp.planning.geometry import Mesh
+from raypp.planning.shapes import Shape
 from raypp.records import Event, RankFailure, RankResult, RunState, Seat, StepReport
-from raypp.recovery.cause_of_death import Death
-from raypp.spec.load import job_document, parse_job
+from raypp.state.checkpoint.commit import Commit, claim_attempt, write_commit
+from raypp.state.checkpoint.run_spec import write_decision
+from raypp.state.run_records.reader import RunReader
+from raypp.state.run_records.recorder import RunRecorder
+from raypp.state.run_records.status import RankStatus, RunStatus
 from raypp.storage.directory import DirectoryStore
 
 RUN, STEPS, STEP, COMMITTED = "heir", 20, 7, 5
@@ -288,7 +288,7 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(take_over: TakeOver, left: P
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_end_that_was_decided_is_carried_out_and_told_once(take_over: TakeOver, left: Path, recorded: bool) -> None:
+def test_a_decided_end_is_carried_out_and_recorded_once(take_over: TakeOver, left: Path, recorded: bool) -> None:
     over = _left_also(left, *_fail(1, kind=FailureKind.USER_ERROR), m.AttemptEnded())
     assert over.finish is not None
     if recorded:

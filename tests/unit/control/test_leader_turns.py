@@ -18,15 +18,15 @@ from raypp.control import machine as m
 from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
+from raypp.control.recovery.cause_of_death import Death
+from raypp.control.recovery.policy import policy_of
 from raypp.control.report import reports
 from raypp.control.report.reports import Recovery
 from raypp.failure_kinds import FailureKind
-from raypp.memory.files import life_of
-from raypp.observe.reader import RunReader
+from raypp.job.load import job_document, parse_job
 from raypp.records import Event, RankFailure, RankResult, StepReport
-from raypp.recovery.cause_of_death import Death
-from raypp.recovery.policy import policy_of
-from raypp.spec.load import job_document, parse_job
+from raypp.state.memory.files import life_of
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
 RUN = "turns"
@@ -166,7 +166,7 @@ def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processe
     assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
 
 
-def test_an_error_that_all_ranks_raise_is_told_once(leader: Led) -> None:
+def test_an_error_that_all_ranks_raise_is_reported_once(leader: Led) -> None:
     leader.seat()
     for rank in leader.attempt.ranks:
         leader.attempt.tells(
@@ -230,7 +230,7 @@ def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) 
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_rank_that_is_told_to_end_is_saved_first_if_there_is_time(
+def test_a_rank_that_gets_a_notice_to_end_is_saved_first_if_there_is_time(
     leader: Led, clock: StandInClock, saved: bool
 ) -> None:
     leader.seat()
@@ -301,7 +301,7 @@ def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkey
     assert known[0] is False and leader.reports.stop is not None and leader.reports.stop.save_before_stop
     leader.reports.request_stop(save=True)
     leader._turn()
-    assert len(leader.events("stop_requested")) == 1, "asked again, it is told once"
+    assert len(leader.events("stop_requested")) == 1, "asked again, it is recorded once"
 
 
 def test_data_that_are_wrong_end_the_run_at_once_with_the_exit_code_of_wrong_input(leader: Led) -> None:
@@ -331,12 +331,14 @@ def test_the_first_step_after_a_failure_says_where_the_seconds_went(clock: Stand
     recovery, first = Recovery(), Event("first_step", "step 4 done", step=4, details={"seconds": {"load": 0.5}})
     recovery.over("seated")
     assert recovery.told(first) == first, "no failure was before"
+    recovery.was_away(7.0)
     recovery.stepped()
+    recovery.was_away(1.5)
     for part, seconds in [("noticed", 2.0), ("noticed", 1.0), ("ended", 2.0), ("seated", 0.25)]:
         clock.now += seconds
         recovery.over(part)
     recovery.stepped()
     told = recovery.told(first)
-    parts = "noticed 2.0 s, ended 3.0 s, seated 0.2 s, load 0.5 s"
-    assert told.message == f"step 4 done, 5.8 s after the failed attempt's last: {parts}"
+    parts = "controller away 1.5 s, noticed 2.0 s, ended 3.0 s, seated 0.2 s, load 0.5 s"
+    assert told.message == f"step 4 done, 7.2 s after the failed attempt's last: {parts}"
     assert recovery.told(first) == first

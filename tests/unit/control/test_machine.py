@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from raypp.control import machine as m
 from raypp.control.machine_log import MachineLog
+from raypp.control.recovery.policies.default import DefaultPolicy
+from raypp.control.recovery.policy import Policy
 from raypp.failure_kinds import FailureKind
-from raypp.mesh.shapes import Shape
+from raypp.planning.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
-from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import Policy
 from raypp.storage.directory import DirectoryStore
 
 
@@ -117,7 +117,7 @@ def test_a_stop_whose_state_is_lost_with_its_ranks_has_failed() -> None:
     assert machine.state is RunState.FAILED and "the state was in no memory" in commands[-1].reason  # type: ignore[union-attr]
 
 
-def test_a_stop_while_a_failed_last_save_is_repeated_waits_for_it_and_is_told_to_the_ranks() -> None:
+def test_a_stop_while_a_failed_last_save_is_repeated_waits_for_it_and_is_sent_to_the_ranks() -> None:
     waiting, _ = play(m.Machine(), *RUNNING, m.Committed(5), UNSAVED, m.AttemptEnded())
     for before in ((), (m.DelayOver(),), (m.DelayOver(), m.Claimed(2))):
         machine, commands = play(waiting, *before, m.StopAsked(True))
@@ -185,7 +185,7 @@ def test_ranks_that_lived_on_are_led_on_and_no_restart_counts() -> None:
         ((m.Finished(False),), m.EndAttempt(False)),
     ],
 )
-def test_what_the_ranks_may_not_have_been_told_any_more_is_told_again(
+def test_what_may_not_have_reached_the_ranks_is_sent_again(
     events: tuple[m.MachineEvent, ...], command: m.Command
 ) -> None:
     before, commands = play(m.Machine(), *RUNNING, *events)

@@ -75,10 +75,7 @@ def test_a_write_whose_answer_was_lost_is_this_process_own(tmp_path: Path) -> No
         (lambda text: text[:40], "is not what a controller had decided: is not JSON"),
         (lambda text: text.replace('"attempt": 1', '"attempt": "one"'), 'machine.attempt is "one"'),
         (lambda text: text.replace('"device"', '"colour"'), "machine.colour is not a known key"),
-        (
-            lambda text: json.dumps({**json.loads(text), "version": 0, "more": 3}),
-            "is of version 0; this raypp",
-        ),
+        (lambda text: json.dumps({**json.loads(text), "version": 0, "more": 3}), "is of version 0; this raypp"),
     ],
 )
 def test_a_machine_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, damage, words: str) -> None:

@@ -14,9 +14,9 @@ from raypp.control import package
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS
 from raypp.control.package import build_package
 from raypp.control.protocol import RunRequest
+from raypp.job.availability import own_files
+from raypp.job.load import parse_job
 from raypp.kinds import STORES
-from raypp.spec.availability import own_files
-from raypp.spec.load import parse_job
 
 
 def test_a_schedule_of_ones_own_module_travels_beside_raypp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from raypp.control.protocol import RunRequest
 from raypp.control.ray_nodes import LostNodes
 from raypp.control.watchers import Turn
 from raypp.control.worker_group import Member, WorkerGroup
-from raypp.spec.load import job_document, parse_job
+from raypp.job.load import job_document, parse_job
 
 ANSWERS: dict[str, bool | None] = {}
 NODES = [
@@ -183,7 +183,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def group(device: str = "cpu") -> WorkerGroup:
     job = parse_job({"name": "r", "mesh": {"pp": 2}})
-    return WorkerGroup(RunRequest("r", job_document(job), relays_from_ranks=99), job, None, device)
+    return WorkerGroup(RunRequest("r", job_document(job)), job, None, device)
 
 
 def fill(workers: WorkerGroup, *nodes: str) -> list[Any]:
@@ -220,6 +220,35 @@ def test_a_standby_takes_a_bundle_with_a_gpu_only_if_its_device_is_known(
     assert (fill(workers, "a", "b")[1] is standby) == known
     if known:
         assert workers.device_index(1, "b", 0) == 5
+
+
+def test_nodes_that_a_rank_may_move_to_have_a_standby_too(
+    started: list[Any], clock: StandInClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c, d, dead, full = (letter * 56 for letter in "abcdef")
+    nodes = [{"NodeID": name, "Alive": name != dead} for name in (a, b, c, d, dead, full)]
+    free = {name: {"CPU": 1.0 if name != full else 0.5} for name in (a, b, c, d, dead, full)}
+    monkeypatch.setattr(ray_nodes, "all_nodes", lambda: nodes)
+    monkeypatch.setattr(ray_nodes.ray_state, "available_resources_per_node", lambda: free)
+    place = asked()
+    place._used = {a}
+    assert place.next_nodes() == [b, c]
+    del free[b], free[c]
+    assert place.next_nodes() == [b, c], "it does not ask all the time"
+    clock.advance(31)
+    assert place.next_nodes() == [d]
+    workers = group()
+    fill(workers, a, a)
+    add = lambda self, member: self.standbys.update({member.node_id: member})  # noqa: E731
+    monkeypatch.setattr(WorkerGroup, "_add_standby", add)
+    monkeypatch.setattr(WorkerGroup, "_drop_dead_standbys", lambda self: None)
+    workers.start_standbys([b, c])
+    assert workers.standbys.keys() == {a, b, c}
+    left, kept = workers.standbys[b].actor, workers.standbys[c].actor
+    workers.start_standbys([c])
+    assert workers.standbys.keys() == {a, c} and left.calls[-1] == ("ended",)
+    monkeypatch.setattr(Member, "reuse", lambda self: None)
+    assert fill(workers, a, c)[1] is kept and workers.standbys.keys() == {a}
 
 
 def test_a_process_is_examined_by_the_others_of_its_node(started: list[Any], clock: StandInClock) -> None:

@@ -14,13 +14,13 @@ from raypp.control import process_evidence
 from raypp.control.classify import failure_of, kind_and_cause
 from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError, origin_in_words
 from raypp.failure_kinds import FailureKind
+from raypp.rank.joining.device_memory import DeviceMemoryError
+from raypp.rank.joining.lost_peer import LostPeerError
+from raypp.rank.step.nonfinite import BrokenWeightsError, NonFiniteError
+from raypp.rank.step.replicas import ReplicasDifferError
 from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.store import AccessRefused
-from raypp.train.device_memory import DeviceMemoryError
-from raypp.train.lost_peer import LostPeerError
-from raypp.train.nonfinite import BrokenWeightsError, NonFiniteError
-from raypp.train.replicas import ReplicasDifferError
 
 
 class StruckError(RayppError):
@@ -52,12 +52,12 @@ class StruckError(RayppError):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_exceptions_are_told_apart(error: Exception, kind: str, words: str) -> None:
+def test_each_exception_has_its_kind_of_failure(error: Exception, kind: str, words: str) -> None:
     actual, cause = kind_and_cause(error)
     assert actual == kind and words in cause
 
 
-def test_what_a_symptom_came_from_is_told_and_an_error_of_the_job_stays_one() -> None:
+def test_a_symptom_has_the_kind_of_its_cause_and_an_error_of_the_job_stays_one() -> None:
     def after(error: Exception, cause: Exception) -> str:
         error.__cause__ = cause
         return kind_and_cause(error)[0]
@@ -88,7 +88,7 @@ def test_an_error_in_the_users_own_code_names_its_line(tmp_path: Path) -> None:
     assert "KeyError: 'layer'" in failure.details and len(failure.details) < 9000
 
 
-def test_the_root_of_causes_is_told_first_and_the_users_own_errors_after_it(tmp_path: Path) -> None:
+def test_the_root_of_causes_comes_first_and_the_users_own_errors_after_it(tmp_path: Path) -> None:
     source = tmp_path / "rows.py"
     source.write_text(
         "def stated():\n    try:\n        {}['k']\n    except KeyError as error:\n"

@@ -8,12 +8,12 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 
-from raypp.clusters.dashboard import Dashboard, dashboard_url
-from raypp.clusters.find import Cluster
 from raypp.control.cluster_call import python_of
+from raypp.control.clusters.dashboard import Dashboard, dashboard_url
+from raypp.control.clusters.find import Cluster
 from raypp.errors import UnreachableError
 
 
@@ -22,7 +22,7 @@ def test_this_python_runs_drivers_only_if_this_machine_is_the_head(on_head: bool
     here = {"state": "ALIVE", "nodeId": "1", "nodeManagerHostname": socket.gethostname(), "isHeadNode": on_head}
     there = {"state": "ALIVE", "nodeId": "2", "nodeManagerHostname": "another-host", "isHeadNode": not on_head}
     nodes = json.dumps({"data": {"summary": [{"raylet": here}, {"raylet": there}]}})
-    with nasty.server(b"{}", paths=[("/nodes", nodes.encode())]) as url:
+    with hostile.server(b"{}", paths=[("/nodes", nodes.encode())]) as url:
         python = python_of(Cluster(url, Dashboard(url)))
     assert python == (shlex.quote(sys.executable) if on_head else "python")
 
@@ -35,14 +35,14 @@ def proxy_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_proxy_is_not_asked_for_a_cluster_on_loopback() -> None:
-    with nasty.server(b'{"ray_version": "2.60.0"}') as url:
+    with hostile.server(b'{"ray_version": "2.60.0"}') as url:
         for address in (url, url.replace("127.0.0.1", "localhost")):
             assert Dashboard(address).ray_version() == "2.60.0"
 
 
 @pytest.mark.parametrize("status", [403, 503])
 def test_a_proxy_that_refuses_is_named_first(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with nasty.server(b"<html>denied by policy</html>", status) as proxy:
+    with hostile.server(b"<html>denied by policy</html>", status) as proxy:
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
         with pytest.raises(UnreachableError) as caught:
             Dashboard("http://head.example:8265").ray_version()
@@ -60,7 +60,7 @@ def test_a_proxy_that_is_down_is_named_first(monkeypatch: pytest.MonkeyPatch) ->
         Dashboard("http://head.example:8265").ray_version()
 
 
-def test_the_port_of_ray_s_gcs_is_told_apart_from_the_dashboard_s() -> None:
+def test_an_address_with_the_port_of_ray_s_gcs_is_an_error_that_names_the_dashboard_s() -> None:
     grpc = pytest.importorskip("grpc")
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.clusters.ray_head import short_temporary_directory
+from raypp.control.clusters.ray_head import short_temporary_directory
 
 
 @pytest.mark.parametrize(("length", "long"), [(75, False), (76, True), (300, True)])

@@ -17,18 +17,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import raypp
-from raypp.checkpoint.layout import check_run
-from raypp.checkpoint.run_spec import read_spec, write_spec
-from raypp.clusters.user_folder import write_private
 from raypp.control import credentials
 from raypp.errors import JobError, RayppError
-from raypp.spec.document import read_document
-from raypp.spec.job_file import apply_overrides
-from raypp.spec.load import job_document, parse_job
-from raypp.spec.secret import is_mark, is_secret, secrets_of, without_secrets
-from raypp.spec.trackers import environment_of
+from raypp.job.document import read_document
+from raypp.job.job_file import apply_overrides
+from raypp.job.load import job_document, parse_job
+from raypp.job.secret import is_mark, is_secret, secrets_of, without_secrets
+from raypp.job.trackers import environment_of
+from raypp.state.checkpoint.layout import check_run
+from raypp.state.checkpoint.run_spec import read_spec, write_spec
 from raypp.storage import open_store
 from raypp.storage.directory import DirectoryStore
+from raypp.user_folder import write_private
 
 _ROOT = Path(raypp.__file__).parent
 _MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
@@ -157,7 +157,7 @@ UNKNOWN = {"MONKEY": "value-of-monkey", "http_proxy": "http://value-of-host:3128
 PLAIN = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_secrets_are_told_from_settings() -> None:
+def test_secrets_are_recognised_among_settings() -> None:
     assert all(is_secret(*item) for item in SECRETS.items())
     assert not any(is_secret(*item) for item in (UNKNOWN | {"NCCL_DEBUG": "INFO"}).items())
 
@@ -177,7 +177,7 @@ def test_a_value_of_the_environment_is_shown_only_if_its_name_is_on_a_list(tmp_p
     assert secrets_of(again) == {} and environment_of(again) == PLAIN | {"LISTED_PW": "banana"}
 
 
-def test_a_digest_tells_whether_a_value_is_the_same_in_the_same_run_only() -> None:
+def test_a_digest_shows_whether_a_value_is_the_same_in_the_same_run_only() -> None:
     def mark(run: str, name: str, value: str) -> str:
         return str(without_secrets({"name": run, "resources": {"env": {name: value}}})["resources"]["env"][name])
 
@@ -185,9 +185,7 @@ def test_a_digest_tells_whether_a_value_is_the_same_in_the_same_run_only() -> No
     assert len({mark("run", "A", "x"), mark("run", "A", "y"), mark("run", "B", "x"), mark("other", "A", "x")}) == 4
 
 
-def test_private_values_are_scrubbed_from_texts_unless_they_are_ordinary_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_private_values_are_scrubbed_from_texts_unless_they_are_ordinary_words(monkeypatch: pytest.MonkeyPatch) -> None:
     private = {"A_SECRET": "value-1 of it", "MODE": "training", "DIR": "/data/x"}
     for name in private:
         monkeypatch.setenv(name, "")
@@ -203,7 +201,7 @@ def test_files_of_the_home_are_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
 
 
-def test_a_full_disk_below_the_home_is_told_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_full_disk_below_the_home_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -19,10 +19,10 @@ from raypp.control.protocol import RankEnd, RunRequest
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
 from raypp.failure_kinds import FailureKind
+from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Decision
 from raypp.records import Coordinates, Event, RankFailure, RankResult, Reporter, Seat
-from raypp.spec.load import job_document, parse_job
 
 _lived: set[int] = set()
 _left: set[int] = set()
@@ -66,7 +66,7 @@ def live(decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
 def leave(seat: Seat) -> None:
     _left.add(seat.attempt)
     if seat.attempt == 7:
-        _slow_leave.wait(20)
+        _slow_leave.wait(60)
 
 
 def _request(orphan_timeout_s: float) -> RunRequest:
@@ -141,9 +141,9 @@ def test_an_interruption_that_takes_long_blocks_no_answer_but_the_next_seat(work
     beginning.join(0.3)
     assert beginning.is_alive(), "the interruption would cut the connections of the next attempt"
     _slow_leave.set()
-    beginning.join(20)
+    beginning.join(60)
     assert _end(worker, 9).result == RankResult(0, 1, False, None)
-    leaving.join(5)
+    leaving.join(60)
     assert not leaving.is_alive()
 
 
@@ -164,7 +164,7 @@ def test_a_process_whose_step_was_not_finite_takes_another_seat(worker: Worker) 
 
 
 @pytest.mark.parametrize("buffering", ["none", "lines"])
-def test_a_rank_whose_log_is_on_a_full_disk_still_tells_how_it_failed(worker: Worker, buffering: str) -> None:
+def test_a_rank_whose_log_is_on_a_full_disk_still_reports_how_it_failed(worker: Worker, buffering: str) -> None:
     with _full_disk(buffering):
         with pytest.raises(OSError, match="No space left"):
             print("a line", file=sys.stderr, flush=True)

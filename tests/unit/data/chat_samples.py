@@ -9,16 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "<|begin|>",
-    "<|head|>",
-    "<|/head|>",
-    "<|eot|>",
-]
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>",
+]  # fmt: skip
 
 CHATML = """\
 {%- for message in messages %}

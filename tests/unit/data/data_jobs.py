@@ -8,23 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
-from raypp.data.loader import Loader, open_loader
-from raypp.data.packing import Row
-from raypp.data.sources import open_documents
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.rank.data.corpus import Corpus
+from raypp.rank.data.loader import Loader, open_loader
+from raypp.rank.data.packing import Row
+from raypp.rank.data.sources import open_documents
 
 END = 256
 
 
-def job(
-    *,
-    vocab_size: int = 320,
-    microbatches: int = 2,
-    micro_batch_size: int = 2,
-    seed: int = 0,
-    **data: Any,
-) -> Job:
+def job(*, vocab_size: int = 320, microbatches: int = 2, micro_batch_size: int = 2, seed: int = 0, **data: Any) -> Job:
     return Job.model_validate(
         {
             "name": "data",

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from chat_samples import CALLING, CHATML, CHATML_MARKED, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
 
-from raypp.data.chat_files import open_template
-from raypp.data.chat_template import ChatTemplate
-from raypp.data.conversations import Names
-from raypp.data.faults import RowFault
-from raypp.data.rows import Encoded, Loss, RowEncoder
-from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
-from raypp.spec.job import DataSection
+from raypp.job.job import DataSection
+from raypp.rank.data.chat_files import open_template
+from raypp.rank.data.chat_template import ChatTemplate
+from raypp.rank.data.conversations import Names
+from raypp.rank.data.faults import RowFault
+from raypp.rank.data.rows import Encoded, Loss, RowEncoder
+from raypp.rank.data.tokenizer import ByteTokenizer, FileTokenizer
 
 CONVERSATIONS = [
     turns("Hello", "Good day to you."),

@@ -13,16 +13,13 @@ import zstandard
 from chat_samples import CHATML, CHATML_MARKED, turns, write_tokenizer
 from data_jobs import as_lists, data_identity, job, loading, rows_of
 
-from raypp.data.packing import NO_LABEL
-from raypp.data.sources import check_data, open_documents
-from raypp.data.tokenizer import FileTokenizer
 from raypp.errors import DataError, JobError, RayppError
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.rank.data.packing import NO_LABEL
+from raypp.rank.data.sources import check_data, open_documents
+from raypp.rank.data.tokenizer import FileTokenizer
 
-PACKED = {
-    "gz": gzip.compress,
-    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
-}
+PACKED = {"gz": gzip.compress, "zst": lambda data: zstandard.ZstdCompressor().compress(data)}
 
 
 @pytest.fixture
@@ -112,7 +109,7 @@ def test_loss_template_and_date_are_part_of_the_identity(chats: Path) -> None:
 
 def test_the_cache_keeps_the_loss(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = open_documents(chat_job(chats)).train
-    monkeypatch.setattr("raypp.data.tokenised.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("raypp.rank.data.tokenised.IN_MEMORY_BYTES", 0)
     for _ in range(2):
         cached = open_documents(chat_job(chats)).train
         assert cached.digest == inside.digest and cached.template == inside.template

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from data_jobs import as_lists, data_identity, job, loading, rows_of
 
-from raypp.data.sources import check_data, open_documents
 from raypp.errors import RayppError
 from raypp.kinds import SOURCES
+from raypp.rank.data.sources import check_data, open_documents
 
 SAMPLES = Path(__file__).parent / "samples"
 KINDS = [kind.name for kind in SOURCES.usable()]

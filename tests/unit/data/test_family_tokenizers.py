@@ -14,29 +14,22 @@ from hf_folder import write_hf_folder
 from lazily import Lazily
 
 from raypp.api.checked_job import load_checked_job
-from raypp.data.conversations import Names
-from raypp.data.rows import Encoded, RowEncoder
-from raypp.data.sources import open_documents, source_request
-from raypp.data.tokenizer import FileTokenizer, document_of, framed, open_tokenizer
-from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, JobError
-from raypp.hf.from_hf import with_hf_sizes
-from raypp.spec.job_file import load_job
-from raypp.spec.tokenizer_file import special_tokens
+from raypp.job.job_file import load_job
+from raypp.job.tokenizer_file import special_tokens
+from raypp.rank.data.conversations import Names
+from raypp.rank.data.rows import Encoded, RowEncoder
+from raypp.rank.data.sources import open_documents, source_request
+from raypp.rank.data.tokenizer import FileTokenizer, document_of, framed, open_tokenizer
+from raypp.rank.data.write_shards import Options, write_shards
+from raypp.state.hf.from_hf import with_hf_sizes
 from raypp.storage import open_store
 
 transformers: Any = Lazily("transformers")
 TEXTS = (
-    "In the beginning was the Word",
-    " two  spaces\n\nand é 漢字 😀",
-    "it's 12",
-    "x",
-    "<s> within </s> a <|im_end|>text",
-    "",
-    "   three",
-    "\n a line",
-    "a</s>b </s> c",
-)
+    "In the beginning was the Word", " two  spaces\n\nand é 漢字 😀", "it's 12", "x",
+    "<s> within </s> a <|im_end|>text", "", "   three", "\n a line", "a</s>b </s> c",
+)  # fmt: skip
 PAIRS = (
     ("answer:\n", "it is here."),
     ("the answer: ", "it is here."),
@@ -134,7 +127,7 @@ def test_a_lone_tokenizer_takes_its_end_from_a_list_and_says_so(tmp_path: Path) 
         FileTokenizer(path)
 
 
-def test_a_token_that_the_model_lacks_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_token_that_the_model_lacks_is_reported_with_its_place(tmp_path: Path) -> None:
     path = write_family("olmo", tmp_path)
     document = json.loads(path.read_text())
     pad = {**document["added_tokens"][0], "content": "<new>", "id": 403}

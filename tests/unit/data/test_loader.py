@@ -4,25 +4,27 @@ import gc
 import json
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from counted_calls import counted_calls
 from data_jobs import as_lists, corpus_of, data_identity, job, loading, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.api.checked_job import _remarks
-from raypp.data.loader import Loader, Prefetch, Share, open_loader, passes_in_words
-from raypp.data.packing import NO_LABEL, Cursor, RowOrder, RowPlan, make_row, rows_from
-from raypp.data.sources import Documents, open_documents
-from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError, JobError
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.job.checks import check_spec
+from raypp.job.job import Job
+from raypp.job.load import job_document, parse_job
+from raypp.rank.data.loader import Loader, Prefetch, Share, open_loader, order_of, passes_in_words, with_steps
+from raypp.rank.data.packing import NO_LABEL, Cursor, RowOrder, RowPlan, make_row, rows_from
+from raypp.rank.data.sources import Documents, open_documents
+from raypp.rank.data.tokenizer import ByteTokenizer
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=50)
 
@@ -133,7 +135,7 @@ def test_the_thread_ends_with_the_loader() -> None:
     closed.close()
     del forgotten
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == before
@@ -163,7 +165,7 @@ def test_the_thread_is_never_more_than_two_steps_ahead() -> None:
     prefetch = Prefetch(items(), 2)  # type: ignore[arg-type, var-annotated]
 
     def ahead(count: int) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while len(made_items) < count and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -219,6 +221,40 @@ def test_steps_beyond_one_pass_over_the_data_and_a_warm_up_beyond_the_run_are_sa
     assert not list(_remarks(of_steps(5, 5)))
 
 
+@pytest.mark.parametrize(("packing", "epochs"), [(True, 3), (False, 3), (True, 1.5)])
+def test_epochs_are_the_steps_that_take_their_rows_as_packed(tmp_path: Path, packing: bool, epochs: float) -> None:
+    (tmp_path / "words.txt").write_text("\n\n".join("x" * (1 + 7 * i % 30) for i in range(97)))
+    data = {"kind": "text", "path": str(tmp_path / "words.txt"), "seq_len": 32, "packing": packing}
+    asked = parse_job({"name": "a", "data": data, "train": {"epochs": epochs}, "pipeline": {"microbatches": 2}})
+    counted, words = with_steps(asked)
+    assert words == f"train.epochs: {epochs:g} are {counted.train.steps} steps: {words.split()[5]} rows, 4 in a step"
+    assert counted.train.epochs is None and parse_job(job_document(counted)) == counted
+    rows = int(words.split()[5])
+    order = order_of(open_documents(counted), counted)
+    taken = [pieces for pieces, _ in islice(order.rows(order.start), rows)]
+    seen = Counter(piece for pieces in taken for piece in pieces)
+    assert set(seen.values()) == ({3} if epochs == 3 else {1, 2}) and len(seen) == order.once().pieces
+    assert counted.train.steps == -(-rows // 4)
+    (problem,) = check_spec(parse_job({"name": "a", "data": data, "train": {"epochs": 2, "steps": 5}}))
+    assert problem.key == "train.epochs" and "steps: 5 is given, too" in problem.fault
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "tokens"),
+    [({"max_document": 8}, 8, 97), ({"max_document": 40, "too_long": "drop"}, 32, 46), ({"too_long": "drop"}, 6, 6)],
+)
+def test_the_longest_document_is_apart_from_the_row(
+    tmp_path: Path, settings: dict[str, Any], longest: int, tokens: int
+) -> None:
+    (tmp_path / "words.txt").write_text("\n\n".join("x" * count for count in (5, 39, 50)))
+    asked = job(kind="text", path=str(tmp_path / "words.txt"), seq_len=32, **settings)
+    order = order_of(open_documents(asked), asked)
+    pieces = [piece for rows in order.once().block(0, 0) for piece in rows]
+    assert (max(piece.length for piece in pieces), sum(piece.length for piece in pieces)) == (longest, tokens)
+    useless = job(kind="text", path=str(tmp_path / "words.txt"), seq_len=32, max_document=32)
+    assert [one.key for one in check_spec(useless)] == ["data.max_document"]
+
+
 def test_asking_for_held_out_rows_that_there_are_not_is_an_error() -> None:
     with loading(job(kind="synthetic")) as loader, pytest.raises(DataError, match="is not set"):
         loader.held_out()
@@ -236,13 +272,3 @@ def test_the_identity_follows_what_decides_the_rows_and_nothing_else(tmp_path: P
     other = {"path": str(tmp_path / "b.txt")}
     for change in (other, {"seq_len": 128}, {"packing": False}, {"seed": 1}, {"shuffle": False}):
         assert identity != data_identity(job(**{**base, **change}))
-
-
-def test_a_step_of_the_quickstart_costs_little() -> None:
-    request = job(kind="text", path="jobs/data/kjv-new-testament.txt", microbatches=8)
-    with counted_calls() as calls, loading(request, 0, 2) as loader:
-        loader.next_step()
-        before = calls.count
-        for _ in range(100):
-            loader.next_step()
-        assert (calls.count - before) / 100 < 3000, "1,000 suffice, packing included"

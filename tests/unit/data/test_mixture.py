@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from data_jobs import as_lists, data_identity, job, loading, rows_of
 
-from raypp.checkpoint.commit import read_extra
-from raypp.data.loader import check_budgets, open_loader, order_of
-from raypp.data.sources import check_data, open_documents
 from raypp.errors import DataError, JobError
-from raypp.spec.checks import check_spec
-from raypp.spec.job import Job
+from raypp.job.checks import check_spec
+from raypp.job.job import Job
+from raypp.rank.data.loader import check_budgets, open_loader, order_of
+from raypp.rank.data.sources import check_data, open_documents
+from raypp.state.checkpoint.commit import read_extra
 
 
 @pytest.fixture
@@ -54,6 +54,34 @@ def test_weights_are_exact_whatever_their_digits(parts: list[dict[str, Any]]) ->
     assert [one.rows for one in last] == [100, 700, 200]
 
 
+def test_a_phase_changes_the_weights_from_its_step_on_whatever_was_given_before(parts: list[dict[str, Any]]) -> None:
+    named = [{**part, "name": name} for part, name in zip(parts, "ab", strict=True)]
+    phases = [{"from_step": 11, "weights": {"a": 0}}, {"from_step": 21, "weights": {"a": 1, "b": 4}}]
+    asked = mixed(named, phases=phases)
+    with loading(asked) as loader:
+        found = letters(rows_of(loader.next_step() for _ in range(50)))
+    each = asked.rows_per_step
+    first, second, third = found[: 10 * each], found[10 * each : 20 * each], found[20 * each :]
+    assert abs(first.count("a") - 20 * each / 3) < 1 and set(second) == {"b"}
+    assert third.startswith("bbabb") and abs(third.count("a") - 30 * each / 5) < 1
+
+
+def test_phases_must_come_in_order_and_name_parts(parts: list[dict[str, Any]]) -> None:
+    def found(*phases: dict[str, Any]) -> list[str]:
+        asked = mixed([{**parts[0], "name": "a"}, parts[1]], phases=[*phases])
+        return [f"{one.key}: {one.fault}" for one in check_spec(asked)]
+
+    assert found({"from_step": 5, "weights": {"a": 3}}) == []
+    assert found({"from_step": 5, "weights": {"a": 3}}, {"from_step": 5, "weights": {"a": 1}}) == [
+        "data.phases[1].from_step: 5 is not after 5, where the phase before begins"
+    ]
+    assert "51 is after the last of 50 steps" in found({"from_step": 51, "weights": {"a": 3}})[0]
+    (unknown,) = found({"from_step": 5, "weights": {"b": 3}})
+    assert "no part is named 'b'; named are: a" in unknown
+    only = mixed([{**parts[0], "name": "a"}], phases=[{"from_step": 5, "weights": {"a": 0}}])
+    assert "all weights are 0" in check_spec(only)[0].fault
+
+
 def test_a_part_listed_twice_has_two_orders(parts: list[dict[str, Any]]) -> None:
     twice = mixed([{**parts[0], "weight": 1}] * 2)
     assert check_spec(twice) == []
@@ -79,7 +107,8 @@ def test_the_replicas_together_read_what_one_process_reads(parts: list[dict[str,
 
 
 def test_a_sought_mixture_goes_on_as_if_nothing_had_been(parts: list[dict[str, Any]]) -> None:
-    asked = mixed([{**parts[0], "tokens": 300}, parts[1]])
+    phases = [{"from_step": 8, "weights": {"a": 0}}, {"from_step": 12, "weights": {"a": 5}}]
+    asked = mixed([{**parts[0], "tokens": 300, "name": "a"}, parts[1]], phases=phases)
     for before in (0, 1, 5, 9, 20):
         with loading(asked) as first, loading(asked) as second:
             for _ in range(before):

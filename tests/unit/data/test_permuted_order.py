@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data.packing import permuted
+from raypp.rank.data.packing import permuted
 
 
 @settings(deadline=None)

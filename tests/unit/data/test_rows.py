@@ -8,7 +8,7 @@ from data_jobs import corpus_of, job, loading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data.packing import NO_LABEL, RowPlan, make_row
+from raypp.rank.data.packing import NO_LABEL, RowPlan, make_row
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=60)
 SHAPES = st.tuples(st.booleans(), st.booleans(), st.integers(2, 32), st.integers(1, 20))

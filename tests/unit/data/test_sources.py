@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
-from raypp.data import tokenizer
-from raypp.data.jsonl import records_of
-from raypp.data.source_files import find_files, watching
-from raypp.data.sources import check_data, job_tokenizer, open_documents
 from raypp.errors import DataError, RayppError
+from raypp.rank.data import tokenizer
+from raypp.rank.data.sources import check_data, job_tokenizer, open_documents
 
 
 def refused(**data: Any) -> str:
@@ -37,7 +35,7 @@ def test_files_of_a_directory_or_a_glob_come_in_order_of_name(tmp_path: Path) ->
 
 
 def test_lines_longer_than_a_chunk_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.data.source_files._CHUNK", 5)
+    monkeypatch.setattr("raypp.rank.data.source_files._CHUNK", 5)
     paragraphs = ["short", "a much longer line", "ä" * 20, "x\ny", "end."]
     (tmp_path / "a.txt").write_text("\n\n".join(paragraphs))
     assert texts_of(open_documents(job(kind="text", path=str(tmp_path))).train) == paragraphs
@@ -54,42 +52,6 @@ ARRAYS = {
 def test_a_json_array_is_its_objects(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(ARRAYS[name], encoding="utf-8")
     assert texts_of(open_documents(job(kind="jsonl", path=str(tmp_path))).train) == ["one", 'two [}"]', "three"]
-
-
-def test_an_array_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.data.source_files._CHUNK", 64)
-    (tmp_path / "a.json").write_text(json.dumps([{"text": f"text {i}"} for i in range(100)], indent=1), "utf-8")
-    read = 0
-
-    def count(size: int) -> None:
-        nonlocal read
-        read += size
-
-    with watching(count):
-        records = records_of(find_files(str(tmp_path), (".json",))[0])
-        assert next(records).row == {"text": "text 0"} and read <= 128
-        assert len(list(records)) == 99
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ('[{"text": "a"},\n {"text": "b" "c"}]', "[1] (line 2): is not JSON"),
-        ('[{"text": "a"},\n {"body": "b"}]', "[1] (line 2): has no text under 'text' (it has 'body')"),
-        ('[{"text": "a"} {"text": "b"}]', "[1] (line 1): is not JSON: a comma is missing"),
-        ('[{"text": "a"},]', "[1] (line 1): is not JSON: a comma is missing, or one too many"),
-        ('[{"text": "a"}, "b", {"text": "c"}]', '[1] (line 1): is not a JSON object: "b"'),
-        ('[{"text": "a"}, [1]]', "[1] (line 1): is not a JSON object"),
-        ('[{"text": "a"}, 3]', "[1] (line 1): is not a JSON object: 3"),
-        ('[{"text": "a"},\n{"text": "b"', "[1] (line 2): the array does not end"),
-        ('[{"text": "a"},\n{"text": "b}]\n', "[1] (line 2): has a text that does not end on its line"),
-        ('[{"text": "a"}]\n{"text": "b"}', ":1: more follows after the array"),
-        ('{\n "text": "a"\n}\n', ":1: is an object over several lines"),
-    ],
-)
-def test_a_bad_array_is_named_with_its_element(text: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(text, encoding="utf-8")
-    assert refused(kind="jsonl", path=str(tmp_path)).startswith(f"data.path: {tmp_path}/a.json{what}")
 
 
 def test_all_bad_lines_are_named_at_once_in_ten_lines(tmp_path: Path) -> None:
@@ -120,19 +82,6 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: str | bytes, what: str) 
     message = refused(kind="jsonl", path=str(file))
     assert message.startswith(f"data.path: {file}:3")
     assert what in message
-
-
-@pytest.mark.parametrize("row", ['{"messages": []}', '{"conversations": []}', '{"prompt": "a", "completion": "b"}'])
-def test_json_lines_of_conversations_name_the_kind_that_reads_them(tmp_path: Path, row: str) -> None:
-    (tmp_path / "a.jsonl").write_text(row)
-    with pytest.raises(DataError) as raised:
-        open_documents(job(kind="jsonl", path=str(tmp_path)))
-    assert raised.value.problems[0].fix == "set data.kind to chat, which reads conversations"
-
-
-def test_a_file_of_blank_lines_holds_no_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n \n\t\n")
-    assert "contains no documents" in refused(kind="text", path=str(tmp_path))
 
 
 def test_a_text_that_is_not_utf8_names_file_and_line(tmp_path: Path) -> None:
@@ -212,19 +161,13 @@ def test_synthetic_documents_follow_the_seed() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_impossible_synthetic_documents_are_refused() -> None:
-    assert refused(kind="synthetic", document_len=[9, 4]).startswith("data.document_len: ")
-    assert refused(kind="synthetic", eval={"path": "x"}).startswith("data.eval.path: ")
-    assert refused(kind="synthetic", vocab_size=1).startswith("model.vocab_size: ")
-
-
 def test_a_fraction_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     assert refused(kind="text", path=str(tmp_path), eval={"fraction": 0.5}).startswith("data.eval.fraction: ")
 
 
 def test_a_source_of_ones_own_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = open_documents(job(kind="raypp.data.synthetic:read", num_documents=3, document_len=[2, 5])).train
+    train = open_documents(job(kind="raypp.rank.data.synthetic:read", num_documents=3, document_len=[2, 5])).train
     assert len(train) == 3
 
 

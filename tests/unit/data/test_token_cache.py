@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
-from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.sources import open_documents
-from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError
+from raypp.rank.data.sources import open_documents
+from raypp.rank.data.tokenizer import ByteTokenizer
+from raypp.storage.node_cache import cache_directory, made_once
 
 
 @pytest.fixture
 def everything_is_big(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.data.tokenised.IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr("raypp.data.tokens.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("raypp.rank.data.tokenised.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("raypp.rank.data.tokens.IN_MEMORY_BYTES", 0)
 
 
 def text(tmp_path: Path, content: str = "one\n\ntwo\n\nthree") -> Path:
@@ -30,7 +30,7 @@ def test_big_text_gives_the_rows_and_the_identity_of_small_text(
     request = job(kind="text", path=str(text(tmp_path)))
     with loading(request) as loader:
         rows, identity = as_lists(rows_of([loader.next_step()])), loader.identity
-    monkeypatch.setattr("raypp.data.tokenised.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("raypp.rank.data.tokenised.IN_MEMORY_BYTES", 0)
     for _ in range(2):  # created, then found
         with loading(request) as loader:
             assert as_lists(rows_of([loader.next_step()])) == rows
@@ -46,7 +46,7 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(
     request = job(kind="text", path=str(file))
     open_documents(request)
     with monkeypatch.context() as patch:
-        patch.setattr("raypp.data.tokenised._write", None)  # must not tokenise again
+        patch.setattr("raypp.rank.data.tokenised._write", None)  # must not tokenise again
         assert texts_of(open_documents(request).train) == ["one", "two", "three"]
     file.write_text("one\n\ntwo\n\nfours")
     assert texts_of(open_documents(request).train) == ["one", "two", "fours"]
@@ -68,7 +68,7 @@ def test_the_index_of_big_token_files_is_kept(tmp_path: Path, monkeypatch: pytes
     np.save(tmp_path / "a.npy", np.array([1, 256, 2, 3]))
     request = job(kind="tokens", path=str(tmp_path))
     first = open_documents(request)
-    monkeypatch.setattr("raypp.data.tokens._scan", None)
+    monkeypatch.setattr("raypp.rank.data.tokens._scan", None)
     again = open_documents(request)
     assert again.identity == first.identity
     assert again.train.lengths().tolist() == [2, 2]

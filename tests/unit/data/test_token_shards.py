@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from data_jobs import as_lists, data_identity, job, loading, rows_of, texts_of
 
-from raypp.data.look import look_at
-from raypp.data.shard_format import MANIFEST, PLAN, Manifest
-from raypp.data.sources import open_documents, source_request
-from raypp.data.tokens import BlockCache, Shard
-from raypp.data.write_shards import Options, outputs_of, section_of_shards, write_shards
 from raypp.errors import DataError
+from raypp.rank.data.look import look_at
+from raypp.rank.data.shard_format import MANIFEST, PLAN, Manifest
+from raypp.rank.data.sources import open_documents, source_request
+from raypp.rank.data.tokens import BlockCache, Shard
+from raypp.rank.data.write_shards import Options, outputs_of, section_of_shards, write_shards
 from raypp.storage import ObjectStore, open_store
 
 SHARD = 20_000
@@ -153,8 +153,8 @@ def test_damage_is_named(text: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     for wrong in (b"{}", b"[]", b"\xff", json.dumps({**document, "shards": [{}]}).encode()):
         assert MANIFEST in changed(MANIFEST, wrong)
     other = {**document, "plan": {**document["plan"], "tokenizer": "abc"}}
-    told = changed(MANIFEST, json.dumps(other).encode())
-    assert "written with another tokenizer (abc, end id 256; not bytes, end id 256)" in told
+    reported = changed(MANIFEST, json.dumps(other).encode())
+    assert "written with another tokenizer (abc, end id 256; not bytes, end id 256)" in reported
     (out / "more").mkdir()
     (out / "more" / "shard-000000.ids").write_bytes(b"1")
     assert "has shards in 2 folders" in said()

@@ -14,12 +14,12 @@ import pytest
 from chat_samples import turns
 from data_jobs import job, texts_of
 
-from raypp.data.chat_template import ChatTemplate
-from raypp.data.rows import Encoded, RowEncoder
-from raypp.data.source_files import MOST_RATIO
-from raypp.data.sources import open_documents
-from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError
+from raypp.rank.data.chat_template import ChatTemplate
+from raypp.rank.data.rows import Encoded, RowEncoder
+from raypp.rank.data.source_files import MOST_RATIO
+from raypp.rank.data.sources import open_documents
+from raypp.rank.data.tokenizer import ByteTokenizer
 
 CALL = {"type": "function", "id": "call_1", "function": {"name": "look", "arguments": '{"at": "the \\"dog\\""}'}}
 THINKING = "<think>one and one</think>\n\ntwo"
@@ -128,29 +128,13 @@ def test_an_empty_answer_is_learnt_whatever_the_kind_of_row_and_counted(row: Any
     assert found.ids[found.loss].tolist() == ([*b"</s>"] if template else [256])
 
 
-def test_a_content_of_null_reaches_the_template_and_a_missing_one_does_not() -> None:
-    template = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}{{ m.tool_calls }}{% endfor %}"
-    for turn, text in (({"content": None}, "None|True"), ({}, "|False"), ({"content": ""}, "|True")):
-        row = {"messages": [*turns("a"), {"role": "assistant", **turn, "function_call": {"name": "f"}}]}
-        assert encoded(row, "{% generation %}" + template + "{% endgeneration %}").text.startswith(f"a|True{text}")
-
-
-def test_remarks_count_their_rows(tmp_path: Path) -> None:
-    rows = [json.dumps({"prompt": "a", "completion": "" if i % 2 else "b", "id": i}) for i in range(6)]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    found = open_documents(job(kind="chat", path=str(tmp_path / "a.jsonl"))).remarks
-    assert [one.partition(": ")[2] for one in found] == [
-        "column id is not used (6 rows)", "an answer is empty: only its end is learnt (3 rows)",
-    ]  # fmt: skip
-
-
 def test_tokens_without_training_are_counted_by_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "a" * i, "completion": "b" * 10} for i in range(1, 41)]  # with the end, 11 carry loss
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data: dict[str, Any] = {"kind": "chat", "path": str(tmp_path / "a.jsonl"), "seq_len": 41}
     plain = open_documents(job(**data))
     assert plain.untrained() == {"masked": 820, "too_long": 0, "held_out": 0}
-    monkeypatch.setattr("raypp.data.corpus._CHUNK", 100)
+    monkeypatch.setattr("raypp.rank.data.corpus._CHUNK", 100)
     assert plain.untrained_in_words(most=10**9) == plain.untrained_in_words()
     assert plain.untrained_in_words(most=1).startswith("about ")
     both = open_documents(job(**data, too_long="drop", eval={"fraction": 0.1}))
@@ -158,13 +142,3 @@ def test_tokens_without_training_are_counted_by_reason(tmp_path: Path, monkeypat
     assert both.held_out is not None and counts["held_out"] == both.held_out.lengths().sum()
     assert counts["too_long"] == sum(11 + i for i in range(31, 41)) and trained + sum(counts.values()) == 820 + 440
     assert both.untrained_in_words().startswith(f"{1260 - trained:,} of 1,260 tokens are not trained on: ")
-
-
-def test_columns_beside_a_text_are_said_and_those_of_many_files_together(tmp_path: Path) -> None:
-    for name in "abcd":
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "one", "url": "x"}\n' * 3)
-    asked = job(kind="jsonl", path=str(tmp_path), eval={"path": str(tmp_path / "d.jsonl")})
-    assert open_documents(asked).remarks == (
-        "4 files: column url is not used (12 rows)",
-        f"{tmp_path / 'd.jsonl'}: column url is not used (3 rows)",
-    )

@@ -12,8 +12,8 @@ from test_doctor import _node, _report
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.first_hour import cards_of
 from raypp.cli.main import COMMANDS
-from raypp.doctor.first_hour import Cards, Done, Step, page, steps
 from raypp.errors import JobError
+from raypp.tools.doctor.first_hour import Cards, Done, Step, page, steps
 
 H100 = "NVIDIA H100 80GB HBM3"
 CARDS = {
@@ -77,7 +77,7 @@ PLAN = json.dumps({"predictions": [{"tokens_per_s": 300.0}], "played": [{"total"
         (9, [END | {"restarts": 2}, "", LOSSES], "the loss of step 1 is None, not 1.0"),
     ],
 )
-def test_a_check_tells_what_is_wrong_with_what_was_printed(number: int, printed: list[Any], fault: str) -> None:
+def test_a_check_reports_what_is_wrong_with_what_was_printed(number: int, printed: list[Any], fault: str) -> None:
     step = steps(Cards((("a", 2),), H100, "h100", peaks=lambda _run: [9, 11]), "hour")[number - 2]
     assert step.check([one if isinstance(one, str) else json.dumps(one) for one in printed]) == fault
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_doctor import _node, _report
 
-from raypp.doctor.findings import findings, links_document
-from raypp.doctor.hcas import hcas
+from raypp.tools.doctor.findings import findings, links_document
+from raypp.tools.doctor.hcas import hcas
 
 V4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -35,7 +35,7 @@ def taken(root: Path, **settings: str) -> list[str]:
     return [port["name"] for port in hcas(root, settings)["ports"] if port["taken"]]
 
 
-def test_each_port_is_told_with_its_state_gid_and_interface(tmp_path: Path) -> None:
+def test_each_port_is_reported_with_its_state_gid_and_interface(tmp_path: Path) -> None:
     add_hca(tmp_path, "mlx5_0")
     add_hca(tmp_path, "mlx5_1", "1: DOWN", "InfiniBand", "ib1")
     first, second = hcas(tmp_path, {})["ports"]
@@ -62,16 +62,6 @@ def test_nccl_takes_the_hcas_that_its_setting_allows(tmp_path: Path, setting: st
         add_hca(tmp_path, name)
     assert taken(tmp_path, NCCL_IB_HCA=setting) == names
     assert taken(tmp_path, NCCL_IB_DISABLE="1") == taken(tmp_path, NCCL_NET="Socket") == []
-
-
-def test_locked_memory_is_unlimited_for_root_and_where_nothing_limits_it(tmp_path: Path) -> None:
-    add_hca(tmp_path, "mlx5_0")
-    assert hcas(tmp_path, {})["memlock"] == 65536
-    (tmp_path / "proc/self/status").write_text("CapEff:\t000001ffffffffff\n")
-    assert hcas(tmp_path, {})["memlock"] is None
-    (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000000000\n")
-    (tmp_path / "proc/self/limits").write_text(LIMITS.format("unlimited", "unlimited"))
-    assert hcas(tmp_path, {})["memlock"] is None
 
 
 def found(first: Path, second: Path, **settings: str) -> dict[str, str]:

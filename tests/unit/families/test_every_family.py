@@ -17,19 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raypp.cli.main import cli
 from raypp.errors import JobError
-from raypp.hf.config import config_from_options, options_from_config
-from raypp.hf.names import hf_parts, model_tensors
-from raypp.models.documents import PackedDocuments
-from raypp.models.initial_values import initial_value
-from raypp.models.stage import build_stage, parameter_names
-from raypp.planning.flops import flops_per_token, head_flops, layer_flops
+from raypp.job.job import Job
+from raypp.job.known_families import FAMILIES
+from raypp.job.load import parse_job
+from raypp.job.models import DecoderOptions
+from raypp.planning.flops import attention_flops, flops_per_token, head_flops, layer_flops
 from raypp.planning.memory import stage_parameters
 from raypp.planning.plan import make_plan
 from raypp.planning.sizes import sizes_of, sizes_remark
-from raypp.spec.families import FAMILIES
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
-from raypp.spec.models import DecoderOptions
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.initial_values import initial_value
+from raypp.stages.models.stage import build_stage, parameter_names
+from raypp.state.hf.config import config_from_options, options_from_config
+from raypp.state.hf.names import hf_parts, model_tensors, state_names
 
 CUTS = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1])
 every_family = pytest.mark.parametrize("kind", FAMILIES)
@@ -64,7 +64,7 @@ def test_every_stage_has_the_parameters_that_are_declared(kind: str, case: str, 
     options = small_options(kind, **{**CASES[case], "num_layers": 5})
     job, first = job_of(options, cut), 0
     for number, stage in enumerate(stages_of(options, cut)):
-        built = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+        built = {name: tuple(tensor.shape) for name, tensor in stage.state_dict().items()}
         layers = range(first, first + cut[number])
         ends = {"first": number == 0, "last": number == len(cut) - 1}
         declared = FAMILIES[kind].stage_weights(options, layers, **ends)
@@ -78,8 +78,9 @@ def test_every_stage_has_the_parameters_that_are_declared(kind: str, case: str, 
 def test_the_model_has_the_tensors_that_are_declared_and_tied_ones_once(kind: str, case: str) -> None:
     options = small_options(kind, **CASES[case])
     whole = build_stage(options, range(2), first=True, last=True)
-    assert {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()} == model_tensors(options)
-    assert sorted(model_tensors(options)) == parameter_names(options)
+    assert {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()} == model_tensors(options)
+    state = {name for name, _ in whole.named_buffers()}
+    assert state_names(options) == state and sorted(model_tensors(options).keys() - state) == parameter_names(options)
     count = sum(parameter.numel() for parameter in whole.parameters())
     assert sizes_of(options).whole == make_plan(job_of(options, [2])).parameters == count
     assert sizes_remark(options) is None
@@ -91,7 +92,7 @@ def test_experts_are_what_expert_parallel_spreads(kind: str) -> None:
     whole = build_stage(options, range(2), first=True, last=True)
     stacked = [parameter.numel() for name, parameter in whole.named_parameters() if ".experts." in name]
     assert sizes_of(options).stage_experts(range(2)) == sum(stacked)
-    assert sizes_of(options).layers[0].sent == (options.experts_per_token if stacked else 0)
+    assert sizes_of(options).layers[-1].sent == (options.experts_per_token if stacked else 0)
 
 
 def parts(name: str, parameter: torch.Tensor) -> Any:
@@ -107,8 +108,8 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
     options = small_options(kind, **CASES[case])
     model = build_stage(options, range(2), first=True, last=True).to_empty(device="cpu")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, options, 7))
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(initial_value(name, tensor.shape, options, 7))
     ids = torch.randint(0, 97, (rows, tokens), generator=torch.Generator().manual_seed(0))
     documents = PackedDocuments.of_rows([[tokens]] * rows, tokens)
     positions = torch.arange(tokens).expand(rows, tokens)
@@ -120,12 +121,15 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
         logits.sum().backward()
     matrices, attention = of_operators(forward)
     back, _ = of_operators(backward)
-    scores = 2 * tokens * options.num_heads * options.dim_per_head
-    per_layer = layer_flops(options, sizes_of(options), tokens)
-    assert matrices == rows * tokens * (2 * (per_layer - scores) + head_flops(options))
-    assert attention == rows * tokens * 2 * (2 * scores)
+    per_layer, rules = layer_flops(options, sizes_of(options), tokens), [options.delta_rule(i) for i in range(2)]
+    mixing = attention_flops(options, tokens)
+    assert matrices == rows * tokens * (2 * (per_layer - mixing) + head_flops(options))
+    # torch counts masked scores, but no triangular systems.
+    scores = rules.count(None) * 2 * tokens * options.num_heads * options.dim_per_head
+    systems = sum(rule.value_heads * tokens * (rule.key_dim + rule.value_dim) for rule in rules if rule is not None)
+    assert attention == rows * tokens * (2 * mixing + scores - systems)
     assert back == 2 * matrices
-    assert flops_per_token(job_of(options, [2])) == 3 * (matrices + attention / 2) / (rows * tokens)
+    assert flops_per_token(job_of(options, [2])) == 3 * (matrices / (rows * tokens) + 2 * mixing)
 
 
 def of_products(q_QHD: list[int], k_NKD: list[int], *_: Any, **__: Any) -> int:
@@ -167,8 +171,8 @@ def test_config_json_gives_back_the_section_it_was_written_from(kind: str, case:
     found = options_from_config(config, given, "config.json")
     assert type(found) is type(options)
     # A block that the family lacks has no key.
-    alone = set(FAMILIES[kind].hf.sizes.values())
-    skipped = {"ffn_size"} if len(alone) < len(FAMILIES[kind].hf.sizes) else set()
+    sizes = FAMILIES[kind].hf.sizes
+    skipped = {"ffn_size"} if "ffn_size" not in sizes or len(set(sizes.values())) < len(sizes) else set()
     assert found.model_dump(exclude=skipped) == {**options.model_dump(exclude=skipped), **resolved}
 
 

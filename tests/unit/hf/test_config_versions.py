@@ -12,9 +12,9 @@ from lazily import Lazily
 from their_models import keys_of, loaded, run, their_config, their_instance
 
 from raypp.errors import JobError
-from raypp.hf.config import config_from_options, options_from_config
-from raypp.spec.models import DecoderOptions
-from raypp.spec.rope import RopeOptions
+from raypp.job.models import DecoderOptions
+from raypp.job.rope import RopeOptions
+from raypp.state.hf.config import config_from_options, options_from_config
 
 transformers: Any = Lazily("transformers")
 
@@ -146,7 +146,7 @@ def test_values_that_transformers_derives_are_derived(scaling: dict[str, Any], e
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
-        ({"rope_type": "mrope", "mrope_section": [2, 3, 3]}, "raypp does not know mrope_section"),
+        ({"rope_type": "mrope", "mrope_section": [2, 3, 3]}, "raypp has no such scaling"),
         ({"rope_type": "proportional"}, "raypp has no such scaling; it has linear, dynamic"),
         ({"rope_type": "linear"}, "is not supported: factor is missing: kind linear needs it"),
         ({"rope_type": "linear", "factor": "four"}, "is not supported: factor"),

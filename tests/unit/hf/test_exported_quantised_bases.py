@@ -15,20 +15,20 @@ from safetensors.numpy import load_file, save_file
 from test_adapters import loaded, our_logits, saved, whole
 from their_models import loaded as stages_in
 
-from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
-from raypp.hf import initial_weights
-from raypp.hf.export_model import export_hf
-from raypp.hf.from_hf import hf_options
-from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.merged_tensors import rounded
-from raypp.models.quantised import stored_formats
-from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-from raypp.models.stage import build_stage
-from raypp.spec.families import FAMILIES
-from raypp.spec.lora import BASES, adapter_names, model_adapters, quantised_names
-from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.job.known_families import FAMILIES
+from raypp.job.lora import BASES, adapter_names, model_adapters, quantised_names
+from raypp.job.models import DecoderOptions, LoraOptions
+from raypp.stages.models.quantised import stored_formats
+from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
+from raypp.stages.models.stage import build_stage
+from raypp.state.checkpoint.saved_tensors import SavedTensors
+from raypp.state.hf import initial_weights
+from raypp.state.hf.from_hf import hf_options
+from raypp.state.hf.initial_weights import load_from_hf
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.export_model import export_hf
+from raypp.tools.export.merged_tensors import rounded
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 97,
@@ -152,11 +152,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def exactly_merged(
     stage: torch.nn.Module, options: DecoderOptions
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns W + s · B · A in fp64 by global name, and how far fp32 may be from it.
-
-    With the unit roundoff u, fp32 rounds s, each of the r products and their sums, the product with
-    s, and the last sum: at most u · (|W| + (r + 4) · s · |B| · |A|).
-    """
+    """Returns W + s · B · A in fp64 by global name, and how far fp32 may be from it. With the unit
+    roundoff u, fp32 rounds s, each of the r products and their sums, the product with s, and the
+    last sum: at most u · (|W| + (r + 4) · s · |B| · |A|)."""
     assert options.lora is not None
     parameters, formats = dict(stage.named_parameters()), dict(stored_formats(stage))
     exact = {

@@ -17,30 +17,25 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from raypp.checkpoint.commit import read_commit
-from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
 from raypp.errors import DataError, JobError
-from raypp.hf.export_model import export_hf
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
-from raypp.hf.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_files
-from raypp.inference.prompts import end_ids
-from raypp.inference.source import Source
-from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions, OriginalFiles
+from raypp.job.known_families import FAMILIES
+from raypp.job.models import DecoderOptions, OriginalFiles
+from raypp.rank.data.tokenizer import ByteTokenizer, FileTokenizer
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.export_model import export_hf
+from raypp.tools.export.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_files
+from raypp.tools.inference.prompts import end_ids
+from raypp.tools.inference.source import Source
 
 transformers: Any = Lazily("transformers")
 OURS = ByteTokenizer()
 TEXTS = (
-    "In the beginning",
-    "  two  spaces,\ttabs\n\n and \r\n",
-    "é漢字😀 \x00\x7f\xa0\xad",
-    "<|endoftext|>",
-    "before <|endoftext|> behind",
-    "it 's n't . , ! ?",
-    "",
-)
+    "In the beginning", "  two  spaces,\ttabs\n\n and \r\n", "é漢字😀 \x00\x7f\xa0\xad", "<|endoftext|>",
+    "before <|endoftext|> behind", "it 's n't . , ! ?", "",
+)  # fmt: skip
 
 
 def files_of(

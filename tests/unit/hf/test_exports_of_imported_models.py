@@ -14,19 +14,19 @@ from lazily import Lazily
 from safetensors.torch import load_file, save_file
 from their_models import keys_of, loaded, options_in, run, their_config, their_instance
 
-from raypp.checkpoint.commit import read_commit
 from raypp.cli.checkpoint_commands import _run_of_job, _run_of_place
 from raypp.errors import CheckpointError, JobError
-from raypp.hf.export_model import export_hf
-from raypp.hf.from_hf import hf_options, with_hf_sizes
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
-from raypp.inference.source import find_source
-from raypp.spec.families import FAMILIES
-from raypp.spec.job_file import load_job
-from raypp.spec.load import job_document
-from raypp.spec.models import DecoderOptions
+from raypp.job.job_file import load_job
+from raypp.job.known_families import FAMILIES
+from raypp.job.load import job_document
+from raypp.job.models import DecoderOptions
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.hf.from_hf import hf_options, with_hf_sizes
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.export_model import export_hf
+from raypp.tools.inference.source import find_source
 
 transformers: Any = Lazily("transformers")
 SYNTHETIC = {"kind": "synthetic", "seq_len": 16}

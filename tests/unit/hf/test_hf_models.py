@@ -19,20 +19,20 @@ from lazily import Lazily
 from safetensors.numpy import save_file
 from their_models import keys_of, options_in, their_config
 
-from raypp.checkpoint.arrays import convert
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.cli.main import run
 from raypp.errors import CheckpointError, JobError
-from raypp.hf import export_model as exporting
-from raypp.hf.export_model import export_hf
-from raypp.hf.from_hf import hf_options
-from raypp.hf.import_model import import_hf
-from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.model_files import HfFiles
-from raypp.models.stage import build_stage
-from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.job.models import DecoderOptions, MoeOptions
+from raypp.stages.models.stage import build_stage
+from raypp.state.checkpoint.arrays import convert
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.hf.from_hf import hf_options
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.initial_weights import load_from_hf
+from raypp.state.hf.model_files import HfFiles
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export import export_model as exporting
+from raypp.tools.export.export_model import export_hf
 
 transformers: Any = Lazily("transformers")
 
@@ -197,7 +197,7 @@ def test_sizes_that_contradict_config_json_are_named(tmp_path: Path) -> None:
     assert hf_options(sized) == sized
 
 
-def test_pickles_torn_files_and_no_files_are_told_apart(tmp_path: Path) -> None:
+def test_pickles_torn_files_and_no_files_are_distinguished(tmp_path: Path) -> None:
     files = HfFiles(str(tmp_path))
     with pytest.raises(JobError, match=r"there is no .*config\.json"):
         files.config()
@@ -238,6 +238,6 @@ def test_tensors_that_no_parameter_takes_are_counted(tmp_path: Path, capsys: pyt
     more |= {"visual.proj": np.ones(4, np.float32), "lm_head.weight": tensors["model.embed_tokens.weight"]}
     save_file({**tensors, **more}, tmp_path / "hf" / "model.safetensors")
     assert run(["checkpoints", "import", str(tmp_path / "hf"), place]) == 0
-    said = f"3 tensors of {tmp_path / 'hf'} are not used, no parameter takes them: "
+    said = f"3 tensors of {tmp_path / 'hf'}, 48 bytes, are not used, no parameter takes them: "
     said += "model.layers.N.self_attn.rotary_emb.inv_freq (2), visual.proj (1)"
     assert f"note: {said}\n" in capsys.readouterr().out, "the head is the embedding"

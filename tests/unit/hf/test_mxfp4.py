@@ -12,13 +12,13 @@ from lazily import Lazily
 from safetensors.torch import load_file, save_file
 from their_models import keys_of, loaded, options_in, run, their_config, their_instance
 
-from raypp.checkpoint.commit import read_commit
 from raypp.errors import CheckpointError
-from raypp.hf.export_model import export_hf
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
-from raypp.hf.tensor import dequantised
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles
+from raypp.state.hf.tensor import dequantised
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.export_model import export_hf
 
 transformers: Any = Lazily("transformers")
 TOKENS = torch.arange(33).unsqueeze(0)

@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from raypp.data.sources import check_data, open_documents, source_request
-from raypp.data.tokenizer import FileTokenizer
-from raypp.data.write_shards import Options, write_shards
 from raypp.errors import RayppError
-from raypp.hf.config import options_from_config
-from raypp.hf.model_files import HfFiles, base_identity, matching_tensors
-from raypp.hf.names import model_tensors
-from raypp.hf.tokenizer_files import tokenizer_files
-from raypp.spec.checks import check_spec
-from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions
-from raypp.spec.paths import resolve_paths
+from raypp.job.checks import check_spec
+from raypp.job.job import Job
+from raypp.job.models import DecoderOptions
+from raypp.job.paths import resolve_paths
+from raypp.rank.data.sources import check_data, open_documents, source_request
+from raypp.rank.data.tokenizer import FileTokenizer
+from raypp.rank.data.write_shards import Options, write_shards
+from raypp.state.hf.config import options_from_config
+from raypp.state.hf.model_files import HfFiles, base_identity, matching_tensors
+from raypp.state.hf.names import model_tensors
 from raypp.storage import open_store
+from raypp.tools.export.tokenizer_files import tokenizer_files
 
 Case = Callable[[Path], object]
 
@@ -187,12 +187,8 @@ def model_cases() -> Iterator[tuple[str, Case]]:
     bases |= {"gpt_oss": {**MOE, "model_type": "gpt_oss", "num_local_experts": 2}}
     more = ("layer_types", "rope_scaling", "rope_parameters", "quantization_config", "partial_rotary_factor")
     more += (
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "sliding_window_pattern",
-        "sliding_window",
-        "max_window_layers",
-    )
+        "no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern", "sliding_window", "max_window_layers",
+    )  # fmt: skip
     more += ("head_dim", "original_max_position_embeddings", "mlp_only_layers", "rope_local_base_freq")
     for kind, base in bases.items():
         for key in dict.fromkeys((*base, *more)):
@@ -298,10 +294,7 @@ def document_cases() -> Iterator[tuple[str, Case]]:
                 for deeper in inner if isinstance(inner, dict) else ():
                     changed = {**inner, deeper: value}
                     document = {**good, key: [changed] if isinstance(good[key], list) else changed}
-                    yield (
-                        f"{name}: {key}.{deeper} {number}",
-                        _file_with(name, json.dumps(document).encode(), use),
-                    )
+                    yield (f"{name}: {key}.{deeper} {number}", _file_with(name, json.dumps(document).encode(), use))
 
 
 def data_cases() -> Iterator[tuple[str, Case]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raypp.errors import JobError
-from raypp.storage import NotFound, StoreError, Unfinished, directory_walk
+from raypp.storage import NotFound, StoreError, Unfinished, directory
 from raypp.storage import store as stores
 from raypp.storage.directory import DirectoryStore
 
@@ -102,7 +102,7 @@ def test_folders_may_be_as_deep_as_keys_may_be_long(store: DirectoryStore, caplo
 
 
 def test_a_listing_is_bounded(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_walk, "MOST_LISTED", 5)
+    monkeypatch.setattr(directory, "MOST_LISTED", 5)
     for number in range(5):
         (store.root / f"file{number}").touch()
     with pytest.raises(StoreError, match="more than 5 files"):

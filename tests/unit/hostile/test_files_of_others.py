@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raypp.cli.main import cli as command
-from raypp.data import source_files
-from raypp.data.node_cache import read_meta, read_offsets
 from raypp.errors import DataError, JobError, RayppError
-from raypp.hf.config import options_from_config
-from raypp.hf.tokenizer_files import tokenizer_files
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.rank.data import source_files
+from raypp.state.hf.config import options_from_config
+from raypp.storage.node_cache import read_meta, read_offsets
+from raypp.tools.export.tokenizer_files import tokenizer_files
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _MOST_CALLS = 5_000_000
@@ -64,7 +64,7 @@ def test_no_file_ends_a_command_otherwise_than_by_an_error_of_ours(room: Path, g
     small = [name for name in cases if not _is_large(name)]
     odd = [name for name in small if re.search(r" \d+$", name)]
     chosen = sorted({*small} - {*odd}) + odd[::_EVERY]
-    wrong = [told for name in chosen[group::_GROUPS] if (told := _try(name, cases[name], room))]
+    wrong = [shown for name in chosen[group::_GROUPS] if (shown := _try(name, cases[name], room))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -80,22 +80,14 @@ _JSON: Any = st.recursive(
     base=st.sampled_from([CONFIG, MOE]),
     kind=st.sampled_from(
         [
-            "llama",
-            "qwen3_moe",
-            "gemma2",
-            "gemma3_text",
-            "gpt_oss",
-            "smollm3",
-            "phi3",
-            "mixtral",
-            "stablelm",
+            "llama", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "phi3", "mixtral", "stablelm",
             "starcoder2",
         ]
     ),
     changed=st.dictionaries(
         st.sampled_from([*MOE, "rope_scaling", "layer_types", "sliding_window"]), _JSON, max_size=3
     ),
-)
+)  # fmt: skip
 def test_any_config_is_refused_by_name_or_has_valid_options(base: Any, kind: str, changed: Any) -> None:
     try:
         options = options_from_config({**base, "model_type": kind, **changed}, DecoderOptions(from_hf="there"), "there")
@@ -128,9 +120,9 @@ def test_plan_names_the_file_and_the_key(tmp_path: Path, name: str, content: byt
     else:
         (tmp_path / name).write_bytes(content)
     done = CliRunner().invoke(command, ["plan", str(_job_of(tmp_path))])
-    told = str(done.exception)
-    assert isinstance(done.exception, RayppError), told
-    assert said in told and name in told and str(tmp_path) in told
+    shown = str(done.exception)
+    assert isinstance(done.exception, RayppError), shown
+    assert said in shown and name in shown and str(tmp_path) in shown
 
 
 def test_import_names_the_file_and_the_tensor_and_writes_nothing(tmp_path: Path) -> None:
@@ -158,7 +150,7 @@ def test_import_names_the_file_and_the_tensor_and_writes_nothing(tmp_path: Path)
 
 
 def test_a_text_has_a_longest_line_and_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (source_files, __import__("raypp.data.text", fromlist=["text"])):
+    for module in (source_files, __import__("raypp.rank.data.text", fromlist=["text"])):
         monkeypatch.setattr(module, "MOST_TEXT_BYTES", 1000)
     monkeypatch.setattr(source_files, "_CHUNK", 100)
     path = tmp_path / "a.txt"
@@ -196,7 +188,7 @@ def test_a_damaged_cache_entry_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [None, [], "text", {"tokenizer": 3}, {"tokenizer": "/dev/zero"}, {"seq_len": "x"}])
-def test_the_tokenizer_of_a_strange_job_is_left_out_and_told(data: Any) -> None:
+def test_the_tokenizer_of_a_strange_job_is_left_out_and_reported(data: Any) -> None:
     found = tokenizer_files({"data": data}, None, DecoderOptions())
     assert found.files == {} and found.ids["eos_id"] is None
     assert found.remarks and all("exported" in remark for remark in found.remarks)

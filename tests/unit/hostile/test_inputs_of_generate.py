@@ -8,7 +8,7 @@ import pytest
 from hf_folder import write_hf_folder
 
 from raypp.errors import RayppError
-from raypp.inference.source import find_source
+from raypp.tools.inference.source import find_source
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "ffn_size": 8, "vocab_size": 11}
 

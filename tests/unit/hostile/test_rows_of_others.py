@@ -16,13 +16,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data import chat_template, source_files
-from raypp.data.chat_template import MOST_SOURCE, ChatTemplate, TemplateFault
-from raypp.data.conversations import parse_row
-from raypp.data.faults import RowFault
-from raypp.data.sources import check_data, open_documents
 from raypp.errors import DataError, RayppError
-from raypp.spec.job import Job
+from raypp.job.job import Job
+from raypp.rank.data import chat_template, source_files
+from raypp.rank.data.chat_template import MOST_SOURCE, ChatTemplate, TemplateFault
+from raypp.rank.data.conversations import parse_row
+from raypp.rank.data.faults import RowFault
+from raypp.rank.data.sources import check_data, open_documents
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 WITHOUT_END = {
@@ -177,7 +177,7 @@ def test_a_tokenizer_config_of_any_content_is_refused_by_name(config: bytes, tmp
         open_documents(job)
 
 
-def test_zst_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zst_without_its_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = zstandard.ZstdCompressor().compress(b"text")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"zstandard is not installed, so \.zst cannot be read") as error:

@@ -1,4 +1,4 @@
-"""Damaged documents of a run are told by their place, or an older checkpoint is used."""
+"""Damaged documents of a run are named by their place, or an older checkpoint is used."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from raypp.checkpoint.announce import read_announcement
-from raypp.checkpoint.commit import FORMAT, Commit
-from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.run_spec import read_spec
-from raypp.checkpoint.tensor_file import TensorEntry, cover_once, decode_header, encode_header
 from raypp.cli.main import run
 from raypp.errors import CheckpointError
-from raypp.memory.files import decode_control
-from raypp.memory.slot import StoredSlot
-from raypp.observe.append_log import LONGEST_LINE
-from raypp.observe.reader import RunReader
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.state.checkpoint.announce import read_announcement
+from raypp.state.checkpoint.commit import FORMAT, Commit
+from raypp.state.checkpoint.compatibility import check_resume
+from raypp.state.checkpoint.run_spec import read_spec
+from raypp.state.checkpoint.tensor_file import TensorEntry, cover_once, decode_header, encode_header
+from raypp.state.memory.files import decode_control
+from raypp.state.memory.slot import StoredSlot
+from raypp.state.run_records.append_log import LONGEST_LINE
+from raypp.state.run_records.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 from tests.fuzz.stored_run import (
     COMMIT,
@@ -86,7 +86,7 @@ COMMITS: list[tuple[str, Change | bytes]] = [
 
 
 @pytest.mark.parametrize(("said", "change"), COMMITS)
-def test_a_damaged_commit_is_told_and_the_older_checkpoint_is_used(
+def test_a_damaged_commit_is_reported_and_the_older_checkpoint_is_used(
     said: str, change: Change | bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if isinstance(said, str) and said.startswith("objects[1].rank"):
@@ -97,10 +97,10 @@ def test_a_damaged_commit_is_told_and_the_older_checkpoint_is_used(
     data = change if isinstance(change, bytes) else changed(COMMIT, change)
     with replaced(**{COMMIT: data}) as store:
         assert run(["checkpoints", "show", f"{store}/{NAME}", "--json"]) == 0
-        told = capsys.readouterr()
-        assert json.loads(told.out)["step"] == 1
-        assert "step 1 is used, because newer checkpoints cannot be read" in told.err
-        assert said in told.err and COMMIT in told.err
+        reported = capsys.readouterr()
+        assert json.loads(reported.out)["step"] == 1
+        assert "step 1 is used, because newer checkpoints cannot be read" in reported.err
+        assert said in reported.err and COMMIT in reported.err
         assert run(["checkpoints", "show", f"{store}/{NAME}/step-2"]) == 1
         assert said in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ HEADERS: list[tuple[str, Change | bytes]] = [
 
 
 @pytest.mark.parametrize(("said", "change"), HEADERS)
-def test_a_header_that_does_not_describe_its_object_is_told(said: str, change: Change | bytes) -> None:
+def test_a_header_that_does_not_describe_its_object_is_reported(said: str, change: Change | bytes) -> None:
     data = change if isinstance(change, bytes) else header(change)
     with pytest.raises(CheckpointError) as caught:
         decode_header(data[: min(len(data), 8 + int.from_bytes(data[:8], "little"))], OBJECT, len(data))
@@ -176,8 +176,8 @@ def test_objects_that_differ_about_a_tensor_are_not_used(tmp_path: Path, capsys:
     data = header(lambda d: d["about"]["tensors"][NORM].update(shape=[10**12]))
     with replaced(**{OBJECT: data, COMMIT: commit_with(OBJECT, data)}) as store:
         assert run(["checkpoints", "export", f"{store}/{NAME}", f"{tmp_path}/out"]) == 0
-        told = capsys.readouterr().err
-    assert "step 1 is used" in told and f"{NORM}: is F32 [1000000000000] in" in told
+        reported = capsys.readouterr().err
+    assert "step 1 is used" in reported and f"{NORM}: is F32 [1000000000000] in" in reported
 
 
 @pytest.mark.parametrize(("shape", "code"), [([10**12], 1), ([10**18, 0], 0)])
@@ -210,14 +210,9 @@ def test_slices_cover_a_tensor_exactly_once() -> None:
     assert cover_once(grid, ((0, 30), (0, 30)))
 
 
-def test_a_damaged_job_of_a_run_is_told() -> None:
+def test_a_damaged_job_of_a_run_is_reported() -> None:
     new = parse_job({"name": NAME, "data": {"kind": "synthetic"}})
-    for data in (
-        b"[]",
-        b'{"model": 3}',
-        DEEP,
-        b"\xff",
-    ):
+    for data in (b"[]", b'{"model": 3}', DEEP, b"\xff"):
         with replaced(**{SPEC: data}) as store, pytest.raises(CheckpointError, match=f"{SPEC}: is not a valid job"):
             read_spec(DirectoryStore(store), NAME)
     factors = {"mesh": {"dp_replicate": "a" * 10_000, "fsdp": 10**9}, "pipeline": {"microbatches": {}}}
@@ -240,11 +235,11 @@ def test_a_damaged_job_of_a_run_is_told() -> None:
         (lambda d: d.clear(), "run is missing"),
     ],
 )
-def test_a_damaged_status_is_told(change: Change, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_status_is_reported(change: Change, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with replaced(**{STATUS: changed(STATUS, change)}) as store:
         assert run(["status", f"{store}/{NAME}"]) == 1
-        told = capsys.readouterr().err
-        assert "internal" not in told and f"{STATUS}: is not a status: {said}" in told.replace("\n", "")
+        reported = capsys.readouterr().err
+        assert "internal" not in reported and f"{STATUS}: is not a status: {said}" in reported.replace("\n", "")
 
 
 def test_a_status_of_a_newer_raypp_is_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,11 +265,11 @@ def test_damaged_lines_are_left_out_and_counted(key: str, capsys: pytest.Capture
     command = {HISTORY: "history", EVENTS: "events", LOGS: "logs"}[key]
     with replaced(**{key: b"\n".join([*LINES, documents()[key]])}) as store:
         assert run([command, f"{store}/{NAME}"]) == 0
-        told = capsys.readouterr()
-    assert f"skipped {len(LINES)} damaged lines" in told.err
+        reported = capsys.readouterr()
+    assert f"skipped {len(LINES)} damaged lines" in reported.err
     with replaced() as store:
         assert run([command, f"{store}/{NAME}"]) == 0
-    assert capsys.readouterr().out == told.out
+    assert capsys.readouterr().out == reported.out
 
 
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path) -> None:
@@ -292,7 +287,7 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"3", b"[]", b'{"object": 3}', b'{"facts": {"stall_s": -1, "upload_s": 1}}', DEEP]
 )
-def test_a_message_about_a_save_is_told_with_its_rank(data: bytes) -> None:
+def test_a_message_about_a_save_is_reported_with_its_rank(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="rank 7's message about step 3"):
         read_announcement(data, 3, 7)
 
@@ -301,7 +296,7 @@ def stored(tail: bytes, header: int, data_size: int = 8) -> StoredSlot:
     return StoredSlot({"rank": 1, "step": 7, "data_size": data_size, "objects": [(0, 8, header)]}, tail)
 
 
-def test_damaged_snapshots_in_memory_are_told() -> None:
+def test_damaged_snapshots_in_memory_are_reported() -> None:
     header = encode_header([TensorEntry("w", "F32", (2,), 0, 8, (2,), (0,))], memoryview(bytes(8)), {})
     assert stored(header + b"{}", len(header)).files[0].header.entries[0].name == "w"
     for change in ((b'"F32"', b'"F9"'), (b"[0,8]", b"[0,9]"), (b'"shape":[2]', b'"shape":[3]'), (b"blocks", b"block")):

@@ -5,39 +5,33 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import shlex
-import traceback
 from pathlib import Path
 from typing import Any
 
-import nasty_world as nasty
+import hostile_world as hostile
 import pytest
 from rich.cells import cell_len
 
-from raypp.cli import doctor_command, parity_command, run_commands
+from raypp.cli import run_commands
 from raypp.cli.console import Console
 from raypp.cli.main import run
-from raypp.clusters.dashboard import Dashboard, DashboardError
-from raypp.clusters.known_runs import RunPlace
-from raypp.control.cluster_call import last_answer
-from raypp.doctor.findings import Finding, Severity
-from raypp.errors import Problem
-from raypp.observe.reader import RunReader
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.state.run_records.reader import RunReader
 from raypp.storage import open_store
-from raypp.untrusted.text import VisibleFormatter, shell_word
+from raypp.untrusted.text import shell_word
 
 WIDTH = 100
 NOWHERE = "http://127.0.0.1:9"
 
 
-@pytest.fixture(scope="module", params=nasty.GROUPS, ids=str)
+@pytest.fixture(scope="module", params=hostile.GROUPS, ids=str)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Returns the hostile text and the folder in which it is everywhere."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "w").mkdir()
-    nasty.write_world(folder / "w", folder / "home", nasty.GROUPS[request.param])
-    return nasty.GROUPS[request.param], folder
+    hostile.write_world(folder / "w", folder / "home", hostile.GROUPS[request.param])
+    return hostile.GROUPS[request.param], folder
 
 
 @pytest.fixture
@@ -63,32 +57,32 @@ def coloured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_commands_show_text_of_others(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
     bad, shown = [], set()
-    for arguments in nasty.commands(text):
+    for arguments in hostile.commands(text):
         code = run(arguments)
-        told = capsys.readouterr()
-        found = nasty.faults(told.out, coloured=coloured)
-        found += nasty.faults(told.err, coloured=coloured, live=coloured)  # a bar of progress
+        reported = capsys.readouterr()
+        found = hostile.faults(reported.out, coloured=coloured)
+        found += hostile.faults(reported.err, coloured=coloured, live=coloured)  # a bar of progress
         found += [f"exit code {code}"] * (code not in (0, 1, 2, 3, 4))
         bad += [(arguments[:3], found)] if found else []
-        if nasty.MARK in told.out + told.err:
+        if hostile.MARK in reported.out + reported.err:
             shown.add(" ".join(arguments[:2]))
         if not coloured and arguments[0] == "status" and code == 0:
-            assert max(map(cell_len, told.out.splitlines())) <= WIDTH, arguments
+            assert max(map(cell_len, reported.out.splitlines())) <= WIDTH, arguments
     assert bad == []
     refused = {"plan values.yaml"} if "\0" in text else set()  # a job file has no NUL
     assert {"status a", "events a", "logs a", "list", "plan values.yaml"} - refused <= shown
 
 
 def test_json_commands_print_json(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in nasty.json_commands(text):
+    for arguments in hostile.json_commands(text):
         code = run(arguments)
         assert code in (0, 1)
-        told = capsys.readouterr()
-        assert nasty.faults(told.out) == []  # JSON has no colours
-        assert nasty.faults(told.err) == []
-        lines = told.out.splitlines()
+        reported = capsys.readouterr()
+        assert hostile.faults(reported.out) == []  # JSON has no colours
+        assert hostile.faults(reported.err) == []
+        lines = reported.out.splitlines()
         if code and not lines:  # the document is refused
-            assert nasty.MARK in told.err or "COMMIT" in told.err
+            assert hostile.MARK in reported.err or "COMMIT" in reported.err
             continue
         assert lines and all(json.loads(line) is not None for line in lines), arguments
         assert len(lines) == (2 if arguments[0] == "history" else 1)
@@ -96,9 +90,9 @@ def test_json_commands_print_json(text: str, capsys: pytest.CaptureFixture[str])
 
 def test_tracebacks_show_text_of_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "values.yaml", "--debug"]) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" in told and (nasty.MARK in told or "contains a NUL character" in told)
-    assert nasty.faults(told.replace("Traceback", "").replace("FORGED", "")) == []
+    reported = capsys.readouterr().err
+    assert "Traceback" in reported and (hostile.MARK in reported or "contains a NUL character" in reported)
+    assert hostile.faults(reported.replace("Traceback", "").replace("FORGED", "")) == []
 
 
 def test_every_line_of_a_log_has_a_short_tag(text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +106,7 @@ def test_colours_of_a_log_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RAYPP_ADDRESS", NOWHERE)
     store = open_store(str(tmp_path))
-    nasty.write_run(store, "a", "\x1b[1;31mred\x1b[0m\t10%\r20%\x1b[K\r100%")
+    hostile.write_run(store, "a", "\x1b[1;31mred\x1b[0m\t10%\r20%\x1b[K\r100%")
     run(["logs", f"{tmp_path}/a", "--rank", "0"])
     assert capsys.readouterr().out == "pp0 | red\t10%\npp0 | 20%\\x1b[K\npp0 | 100%\n"
 
@@ -128,45 +122,8 @@ def test_the_live_view_shows_text_of_others(text: str, world: tuple[str, Path], 
     screen.print(view._waiting_text())
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
-    assert nasty.faults(shown, coloured=terminal, live=terminal) == []
-    assert nasty.MARK in shown
-
-
-def report(text: str) -> dict[str, Any]:
-    """Returns a report of `raypp doctor` in which all that a node tells is hostile."""
-    node = {
-        "ip": text, "hostname": text, "python": text, "packages": {"torch": text, "ray": text}, "torch": None,
-        "interfaces": [{"name": text, "address": text, "mbps": 1000}], "memory_free": 1, "shm_free": 1, "disk_free": 1,
-        "cpus": 1.0, "gpus": 0,
-    }  # fmt: skip
-    gpu = {"kind": text, "flops": 1e12, "memory": 1, "capability": [text, 0]}
-    other = {**node, "ip": f"b{text}", "torch": {"torch": text, "devices": [gpu], "driver": text, "nccl": text}}
-    link = {"from": text, "to": f"b{text}", "interface": text, "gbps_out": 1.0, "gbps_in": 1.0, "latency_ms": 1.0}
-    store = {"url": text, "nodes": [{"ip": text, "error": text}, {"ip": text, "up_mbps": 1.0, "down_mbps": 1.0}]}
-    nodes = [node, other, {"ip": f"c{text}", "hostname": text, "error": text}]
-    links = [link, {"from": text, "to": f"c{text}", "error": text}]
-    return {"nodes": nodes, "links": links, "store": store}
-
-
-def test_doctor_shows_what_nodes_tell(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    doctor_command._show(report(text), [Finding(Severity.BREAKS, Problem(text, text, text, text))], True)
-    shown = capsys.readouterr().out
-    assert nasty.faults(shown, coloured=coloured) == []
-    assert nasty.MARK in shown
-
-
-def test_parity_shows_names_of_parameters(text: str) -> None:
-    from raypp.spec.load import parse_job
-
-    job = parse_job({"name": "a", "model": {}, "data": {"kind": "synthetic"}})
-    answer = {
-        "steps": [], "bitwise": False, "passed": False, "max_error": 1.0, "tolerance": 0.1,
-        "parameters": [{"name": text, "gradient_error": 1.0, "weight_error": 0.0}],
-    }  # fmt: skip
-    screen = Console(file=io.StringIO(), width=WIDTH)
-    screen.print(parity_command.parity_view(job, answer))
-    assert isinstance(screen.file, io.StringIO)
-    assert nasty.faults(screen.file.getvalue()) == []
+    assert hostile.faults(shown, coloured=terminal, live=terminal) == []
+    assert hostile.MARK in shown
 
 
 def jobs(text: str) -> bytes:
@@ -179,37 +136,19 @@ def test_answers_of_a_cluster_are_shown(
     text: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = text.encode("utf-8", "surrogatepass")
-    with nasty.server(body, status, [("/api/jobs/", jobs(text))]) as url:
+    with hostile.server(body, status, [("/api/jobs/", jobs(text))]) as url:
         monkeypatch.setenv("RAYPP_ADDRESS", url)
         for arguments in (
             ["list"], ["submit", "good.yaml", "--dry-run"], ["doctor"], ["save", "a"], ["stop", "a"], ["status", "a"],
         ):  # fmt: skip
             assert run(arguments) in (0, 1, 2, 3, 4)
-            told = capsys.readouterr()
-            assert nasty.faults(told.out + told.err) == [], arguments
-
-
-def test_an_error_of_the_dashboard_is_shown_without_its_stack() -> None:
-    try:
-        raise ConnectionError("Cannot connect to host 10.0.0.7:43483\nno route")
-    except ConnectionError:
-        text = traceback.format_exc()
-    for answer in (text, "no such job\n  File is not there"):
-        with nasty.server(answer.encode(), status=500) as url, pytest.raises(DashboardError) as caught:
-            Dashboard(url).job_logs("a")
-        told = str(caught.value)
-        assert "Traceback" not in told and 'File "' not in told
-        said = answer.strip().splitlines()[-2:]
-        assert told.endswith(f"/logs answered 500: {said[0]}\n{said[1]}")
-
-
-def test_a_line_that_is_no_answer_is_passed_over() -> None:
-    assert last_answer(['{"found": true}', "{broken"]) == {"found": True}
+            reported = capsys.readouterr()
+            assert hostile.faults(reported.out + reported.err) == [], arguments
 
 
 def s3_error(text: str) -> bytes:
-    told = "".join(f"&#{ord(one)};" if one in "<>&" else one for one in text)
-    return f"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>{told}</Message></Error>".encode(
+    reported = "".join(f"&#{ord(one)};" if one in "<>&" else one for one in text)
+    return f"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>{reported}</Message></Error>".encode(
         "utf-8", "surrogatepass"
     )
 
@@ -219,11 +158,11 @@ def test_error_messages_of_s3_are_shown(
 ) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "c"}.items():
         monkeypatch.setenv(name, value)
-    with nasty.server(s3_error(text), 403) as url:
+    with hostile.server(s3_error(text), 403) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         assert run(["status", "s3://bucket/a"]) in (1, 2, 3)
-    told = capsys.readouterr()
-    assert nasty.faults(told.out + told.err) == []
+    reported = capsys.readouterr()
+    assert hostile.faults(reported.out + reported.err) == []
 
 
 def test_commands_to_paste_are_words(text: str) -> None:
@@ -236,8 +175,3 @@ def test_commands_to_paste_are_words(text: str) -> None:
             assert sum("zqx" in word for word in words) == 1
             assert words[1:2] != ["owned"] and len(words) <= 8
     assert len(shlex.split(f"--set {shell_word(text)}")) == 2
-
-
-def test_a_warning_of_a_library_is_shown(text: str) -> None:
-    record = logging.LogRecord("botocore", logging.WARNING, "", 1, "said %s", (text,), None)
-    assert nasty.faults(VisibleFormatter().format(record)) == []

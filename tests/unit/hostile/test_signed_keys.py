@@ -8,8 +8,8 @@ import secrets
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from raypp.checkpoint.announce import Announcements
 from raypp.errors import UnreachableError
+from raypp.state.checkpoint.announce import Announcements
 from raypp.untrusted.signed_keys import SignedKeys
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from strangers import MESSAGES, guess, say, silent
 
-from raypp.doctor.node import NodeProbe
 from raypp.errors import UnreachableError
-from raypp.memory.peer import CopyReceiver
 from raypp.ports import free_port
+from raypp.rank.joining.network import Chosen, Interface
+from raypp.rank.joining.preflight import LinkReport, _answer, check_links, parse_place
+from raypp.rank.joining.process_group import _listening, connect
 from raypp.records import Coordinates, Seat
-from raypp.train.network import Chosen, Interface
-from raypp.train.preflight import LinkReport, _answer, check_links, parse_place
-from raypp.train.process_group import _listening, connect
+from raypp.state.memory.peer import CopyReceiver
+from raypp.tools.doctor.node import NodeProbe
 from raypp.untrusted import sockets
 from raypp.untrusted.sockets import MOST_UNPROVEN, Listener, UnprovenError, introduce, receive
 
@@ -34,25 +34,25 @@ HERE = "127.0.0.1"
 
 
 def echo(link: socket.socket, number: int) -> None:
-    link.settimeout(10)
-    link.sendall(receive(link, 5, 10) + bytes([number]))
+    link.settimeout(60)
+    link.sendall(receive(link, 5, 60) + bytes([number]))
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
 @pytest.fixture
-def listener(told: list[str]) -> Iterator[Listener]:
-    with Listener(HERE, SECRET, echo, "tests", told.append) as one:
+def listener(reported: list[str]) -> Iterator[Listener]:
+    with Listener(HERE, SECRET, echo, "tests", reported.append) as one:
         yield one
 
 
@@ -111,15 +111,15 @@ def test_a_peer_that_knows_the_secret_is_served_and_its_number_arrives(listener:
     assert answers(listener.port) and not listener.refused
 
 
-def test_the_first_refusal_is_told_with_address_and_reason_and_all_are_counted(
-    listener: Listener, told: list[str], caplog: pytest.LogCaptureFixture
+def test_the_first_refusal_is_reported_with_address_and_reason_and_all_are_counted(
+    listener: Listener, reported: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     for _ in range(5):
         with pytest.raises(UnprovenError):
             guess((HERE, listener.port))
     assert eventually(lambda: listener.refused == 5)
-    assert told == ["a connection from 127.0.0.1 to the port for tests was refused: it does not know the secret"]
+    assert reported == ["a connection from 127.0.0.1 to the port for tests was refused: it does not know the secret"]
     assert answers(listener.port)
     listener.close()
     assert "the port for tests refused 5 connections" in caplog.text
@@ -127,7 +127,7 @@ def test_the_first_refusal_is_told_with_address_and_reason_and_all_are_counted(
 
 
 def test_a_greeting_that_arrives_slowly_is_refused_when_the_time_is_up(
-    listener: Listener, told: list[str], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "PROOF_S", 0.5)
     with silent((HERE, listener.port), 1) as (idle,), silent((HERE, listener.port), 1) as (slow,):
@@ -143,18 +143,20 @@ def test_a_greeting_that_arrives_slowly_is_refused_when_the_time_is_up(
         assert 0 < sent < 60
         receive(idle, 32, 5)
         assert idle.recv(1) == b""
-    assert listener.refused == 2 and len(told) == 1 and "it proved nothing within" in told[0]
+    assert listener.refused == 2 and len(reported) == 1 and "it proved nothing within" in reported[0]
     assert answers(listener.port)
 
 
-def test_a_thousand_silent_connections_take_no_thread_and_keep_nobody_out(listener: Listener, told: list[str]) -> None:
+def test_a_thousand_silent_connections_take_no_thread_and_keep_nobody_out(
+    listener: Listener, reported: list[str]
+) -> None:
     before = threading.active_count()
     with silent((HERE, listener.port), 1000):
         assert answers(listener.port)
         assert threading.active_count() <= before + 1
         assert len(listener._unproven) <= MOST_UNPROVEN
         assert answers(listener.port)
-    assert len(told) == 1 and f"{MOST_UNPROVEN} others wait without a proof" in told[0]
+    assert len(reported) == 1 and f"{MOST_UNPROVEN} others wait without a proof" in reported[0]
     assert eventually(lambda: listener.refused == 1000)
 
 
@@ -179,7 +181,7 @@ def test_a_listener_outlives_a_lack_of_descriptors(listener: Listener) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
         try:
             for one in held:
-                one.settimeout(5)
+                one.settimeout(60)
                 one.connect((HERE, listener.port))
             time.sleep(0.2)  # the listener tries to accept meanwhile
         finally:
@@ -202,16 +204,16 @@ def test_a_greeting_that_was_overheard_is_worth_nothing(listener: Listener) -> N
     assert len(heard) == 64 and not any(heard[32:])
 
 
-def test_a_closed_listener_leaves_no_thread_and_no_connection(told: list[str]) -> None:
+def test_a_closed_listener_leaves_no_thread_and_no_connection(reported: list[str]) -> None:
     before = threading.active_count()
-    one = Listener(HERE, SECRET, lambda link, _: link.recv(1) and None, "tests", told.append)
+    one = Listener(HERE, SECRET, lambda link, _: link.recv(1) and None, "tests", reported.append)
     with sockets.connect(HERE, one.port, SECRET) as proven, silent((HERE, one.port), 3) as (idle, *_):
         receive(idle, 32, 5)
         one.close()
         assert proven.recv(1) == b"" and idle.recv(1) == b""
         with pytest.raises(OSError):
             socket.create_connection((HERE, one.port), 1)
-    assert eventually(lambda: threading.active_count() == before) and not told
+    assert eventually(lambda: threading.active_count() == before) and not reported
 
 
 # A false listener ---------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def false_listener(serve: Callable[[socket.socket], None]) -> Iterator[int]:
         thread.start()
         yield int(server.getsockname()[1])
         server.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
+    thread.join(60)
 
 
 def drip(link: socket.socket) -> None:
@@ -256,12 +258,7 @@ def flood(link: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     ("serve", "error"),
-    [
-        (drip, TimeoutError),
-        (flood, UnprovenError),
-        (swallow, TimeoutError),
-        (lambda link: None, ConnectionResetError),
-    ],
+    [(drip, TimeoutError), (flood, UnprovenError), (swallow, TimeoutError), (lambda link: None, ConnectionResetError)],
     ids=["slow", "garbage", "silent", "closes"],
 )
 def test_a_false_listener_is_noticed_in_time(serve: Callable[[socket.socket], None], error: type[OSError]) -> None:
@@ -285,7 +282,7 @@ class Rendezvous(dict[str, bytes]):
         return all(key in self for key in keys)
 
 
-def test_links_are_tried_while_strangers_are_at_the_port(told: list[str]) -> None:
+def test_links_are_tried_while_strangers_are_at_the_port(reported: list[str]) -> None:
     nodes, store = ("127.0.0.1", "127.0.0.2"), Rendezvous()
     reports: dict[int, list[LinkReport]] = {}
 
@@ -295,7 +292,7 @@ def test_links_are_tried_while_strangers_are_at_the_port(told: list[str]) -> Non
             node=nodes[number], nodes=nodes, secret=SECRET.hex(),
         )  # fmt: skip
         chosen = Chosen(Interface("lo", nodes[number], 0, True), "on the route")
-        reports[number] = check_links(seat, chosen, store, 30, told.append)
+        reports[number] = check_links(seat, chosen, store, 30, reported.append)
 
     threads = [threading.Thread(target=node, args=(number,)) for number in (1, 0)]
     threads[0].start()
@@ -309,7 +306,7 @@ def test_links_are_tried_while_strangers_are_at_the_port(told: list[str]) -> Non
         for thread in threads:
             thread.join(30)
     assert [(one.node, one.peer) for one in reports[0]] == [nodes] and reports[1] == []
-    assert len(told) == 1 and "the port for preflight was refused" in told[0]
+    assert len(reported) == 1 and "the port for preflight was refused" in reported[0]
 
 
 def test_a_listener_without_a_secret_is_refused() -> None:
@@ -329,7 +326,7 @@ def test_the_rendezvous_listens_on_its_address_only() -> None:
     assert _listening("a-name.example", 1) is None
 
 
-def test_an_address_of_another_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_of_another_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert _listening("192.0.2.1", free_port()) is None
     assert "does not have the address 192.0.2.1: the rendezvous listens on all addresses" in caplog.text
 

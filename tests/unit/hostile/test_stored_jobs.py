@@ -10,32 +10,33 @@ from typing import Any
 import pytest
 from hf_folder import write_hf_folder
 
-from raypp.checkpoint.commit import job_identity
-from raypp.checkpoint.run_files import write_run_files
 from raypp.cli.main import run
-from raypp.clusters.known_jobs import NOT_YOURS, guarded, read_job, remember_job
 from raypp.errors import JobError
-from raypp.hf.from_hf import hf_options
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
-from raypp.hf.tokenizer_files import bytes_tokenizer
-from raypp.inference.eval_job import data_job
-from raypp.inference.source import find_source
-from raypp.observe.recorder import RunRecorder
+from raypp.job.availability import CHOICES
+from raypp.job.load import job_document, parse_job
+from raypp.job.models import DecoderOptions
+from raypp.job.paths import resolve_paths
+from raypp.job.small_files import stored_name
+from raypp.planning.decide import decide
 from raypp.records import Event
-from raypp.spec.availability import CHOICES
-from raypp.spec.load import job_document, parse_job
-from raypp.spec.models import DecoderOptions
-from raypp.spec.paths import resolve_paths
-from raypp.spec.small_files import stored_name
+from raypp.state.checkpoint.commit import job_identity
+from raypp.state.checkpoint.known_jobs import NOT_YOURS, guarded, read_job, remember_job
+from raypp.state.checkpoint.run_files import write_run_files
+from raypp.state.hf.from_hf import hf_options
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles
+from raypp.state.run_records.recorder import RunRecorder
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.export.tokenizer_files import bytes_tokenizer
+from raypp.tools.inference.eval_job import data_job
+from raypp.tools.inference.source import find_source
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 300}
 CANARY = """
 from pathlib import Path
 Path({touched!r}).touch()
-from raypp.schedules.gpipe import build as schedule
-from raypp.data.text import read
+from raypp.planning.schedules.gpipe import build as schedule
+from raypp.rank.data.text import read
 """
 
 
@@ -67,19 +68,19 @@ def stored(folder: Path, **sections: Any) -> tuple[str, dict[str, Any]]:
     return f"{store.url}/run", job
 
 
-@pytest.mark.parametrize("schedule", ["canary_of_others:schedule", "program.csv"])
-def test_a_report_runs_no_schedule_of_others(tmp_path: Path, canary: Path, schedule: str) -> None:
-    if schedule.endswith(".csv"):
-        schedule = str(tmp_path / schedule)
-        Path(schedule).write_text("a-private-file,\n")
+def test_a_report_reads_the_pipeline_and_runs_no_schedule_of_others(tmp_path: Path, canary: Path) -> None:
+    schedule = "canary_of_others:schedule"
     place, _ = stored(tmp_path, pipeline={"schedule": schedule})
-    assert run(["report", place, "--out", "r.html"]) == 0
-    page = Path("r.html").read_text()
-    assert "--trust uses it" in page and "a-private-file" not in page
-    assert not canary.exists()
-    assert run(["report", place, "--out", "r.html", "--trust"]) == 0
-    assert "--trust uses it" not in Path("r.html").read_text()
-    assert canary.exists() == (not schedule.endswith(".csv"))
+    document = decide(parse_job({"name": "run"})).document()
+    document["pipeline"] |= {"schedule": schedule, "stages_of_rank": [[0]]}
+    document["job"]["pipeline"]["schedule"] = schedule
+    decided = tmp_path / "store" / "run" / "decision-1.json"
+    for stages, shown in (([[0]], True), ([[1]], False), ([], False)):
+        decided.write_text(json.dumps({**document, "pipeline": {**document["pipeline"], "stages_of_rank": stages}}))
+        assert run(["report", place, "--out", "r.html"]) == 0
+        page = Path("r.html").read_text()
+        assert ("the job cannot be shown in full" not in page) == shown
+    assert "stages_of_rank does not name each stage once" in page and not canary.exists()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,9 @@ def test_an_export_copies_no_file_that_others_name(
     place, job = stored(tmp_path, data={"kind": "text", "tokenizer": "bytes", "chat_template": str(secret)})
     export = ["checkpoints", "export", place]
     assert run([*export, "out"]) == 0
-    assert "the chat template was not exported" in (told := capsys.readouterr().err) and "--trust uses it" in told
+    assert (
+        "the chat template was not exported" in (reported := capsys.readouterr().err) and "--trust uses it" in reported
+    )
     assert not any("private" in file.read_text(errors="replace") for file in (tmp_path / "out").iterdir())
     assert run([*export, "trusted", "--trust"]) == 0
     assert (tmp_path / "trusted" / "chat_template.jinja").read_text() == "a private line"

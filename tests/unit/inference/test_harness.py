@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypp.errors import JobError
-from raypp.inference.source import Source
-from raypp.inference.task_model import Score, Scored
+from raypp.tools.inference.source import Source
+from raypp.tools.inference.task_model import Score, Scored
 
 pytest.importorskip("lm_eval")
 
@@ -30,7 +30,7 @@ class Rows:
 def test_a_context_is_cut_and_a_continuation_that_does_not_fit_is_named() -> None:
     from lm_eval.api.instance import Instance
 
-    from raypp.inference.harness import PipelineLM
+    from raypp.tools.inference.harness import PipelineLM
 
     model: Any = Rows()
     harness = PipelineLM(Source("here", {"vocab_size": 257}, CONTEXT, "fp32", "bytes", run="mine"), model)
@@ -40,6 +40,6 @@ def test_a_context_is_cut_and_a_continuation_that_does_not_fit_is_named() -> Non
 
     score(("abc" * 9, "x" * 3), ("abc", "x" * CONTEXT))
     assert [(bytes(row.tokens), row.scored) for row in model.rows] == [(b"abcabcxxx", 3), (b"c" + b"x" * CONTEXT, 8)]
-    told = "--tasks: mine has a continuation of 9 tokens, but the model's context has 8"
-    with pytest.raises(JobError, match=told):
+    said = "--tasks: mine has a continuation of 9 tokens, but the model's context has 8"
+    with pytest.raises(JobError, match=said):
         score(("a", "x"), ("abc", "x" * (CONTEXT + 1)))

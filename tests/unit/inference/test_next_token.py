@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypp.pipeline.decode import Choice, drawn, next_tokens
+from raypp.stages.pipeline.decode import Choice, drawn, next_tokens
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
 

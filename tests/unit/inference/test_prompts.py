@@ -12,19 +12,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from raypp.data.chat_files import end_of_turn
-from raypp.data.chat_template import ChatTemplate
-from raypp.data.tokenizer import ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError
-from raypp.inference.prompts import (
-    Answer,
-    Encoded,
-    chat_end_ids,
-    encode_prompts,
-    end_ids,
-    read_prompts,
-)
-from raypp.inference.source import Source
+from raypp.rank.data.chat_files import end_of_turn
+from raypp.rank.data.chat_template import ChatTemplate
+from raypp.rank.data.tokenizer import ByteTokenizer, open_tokenizer
+from raypp.tools.inference.prompts import Answer, Encoded, chat_end_ids, encode_prompts, end_ids, read_prompts
+from raypp.tools.inference.source import Source
 
 SOURCE = Source("here", {"vocab_size": 257}, 32, "fp32", "bytes", run="mine")
 
@@ -40,9 +33,9 @@ def test_malformed_lines_are_named_and_counted(tmp_path: Path) -> None:
     file.write_bytes(b'{"prompt": "a"}\n{"prompt": 3}\nno\n{"text": "a"}\n["a"]\n\xff\n{}\n{"prompt": null}\n')
     with pytest.raises(DataError) as raised:
         read_prompts(file)
-    told = str(raised.value)
-    assert all(f"p.jsonl:{line}" in told for line in (2, 3, 4, 5, 6)) and "p.jsonl:7" not in told
-    assert told.endswith("--prompts: and 2 more lines")
+    said = str(raised.value)
+    assert all(f"p.jsonl:{line}" in said for line in (2, 3, 4, 5, 6)) and "p.jsonl:7" not in said
+    assert said.endswith("--prompts: and 2 more lines")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
@@ -60,14 +53,14 @@ def test_prompts_and_their_answers_fit_into_the_context() -> None:
     (found,) = encode_prompts(SOURCE, tokenizer, ["x" * 30], None)
     assert (len(found.tokens), found.limit) == (30, 2), "to the end of the context"
     assert encode_prompts(SOURCE, tokenizer, ["x"], 31)[0].limit == 31
-    for texts, new, told in (
+    for texts, new, said in (
         (["x" * 32], None, "--prompt: has 32 tokens, but the context of here ends at 32"),
         (["x"], 32, "--prompt: has 1 tokens: with 32 new ones it exceeds the context of 32"),
         (["x", ""], None, "prompt 2: is empty"),
         (["x", "\ud800"], None, "prompt 2: cannot be encoded"),
         ([""] * 9, None, "and 4 more prompts"),
     ):
-        with pytest.raises(JobError, match=told):
+        with pytest.raises(JobError, match=said):
             encode_prompts(SOURCE, tokenizer, texts, new)
 
 

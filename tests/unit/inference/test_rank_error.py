@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypp.errors import EXIT_RUN_FAILED, EXIT_USAGE, CheckpointError, JobError, Problem
-from raypp.inference.processes import died, error_document, first_error
+from raypp.tools.inference.processes import died, error_document, first_error
 
 
 def test_a_lost_peer_is_not_the_cause() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from raypp.errors import JobError
-from raypp.inference.eval_job import data_job
-from raypp.inference.source import Source
-from raypp.inference.task_model import row_scores
-from raypp.models.loss import IGNORED, token_loss_sum
+from raypp.stages.models.loss import IGNORED, token_loss_sum
+from raypp.tools.inference.eval_job import data_job
+from raypp.tools.inference.source import Source
+from raypp.tools.inference.task_model import row_scores
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "vocab_size": 300}
 

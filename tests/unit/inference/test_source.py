@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from hf_folder import write_hf_folder
 
-from raypp.checkpoint.layout import commit_key
-from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import CheckpointError, JobError
-from raypp.inference import source
-from raypp.inference.rank import load_weights
-from raypp.inference.source import Source, find_source
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.state.checkpoint.layout import commit_key
+from raypp.state.checkpoint.run_spec import write_spec
 from raypp.storage.directory import DirectoryStore
+from raypp.tools.inference import source
+from raypp.tools.inference.rank import load_weights
+from raypp.tools.inference.source import Source, find_source
 
 TINY = Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3"
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 97}
@@ -69,7 +69,7 @@ def test_a_model_without_a_tokenizer_says_where_to_put_one(tmp_path: Path) -> No
         small.open_tokenizer()
 
 
-def test_a_run_without_a_commit_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+def test_a_run_without_a_commit_gets_another_error_than_one_that_is_not_there(tmp_path: Path) -> None:
     write_spec(DirectoryStore(tmp_path), "begun", {"name": "begun"})
     with pytest.raises(CheckpointError, match=r"begun: has no committed checkpoint\n  fix: wait"):
         find_source(f"{tmp_path}/begun")
@@ -108,7 +108,7 @@ def test_a_model_of_your_own_is_refused() -> None:
         own.job()
 
 
-def test_a_checkpoint_that_its_run_removed_meanwhile_is_told_as_such(tmp_path: Path) -> None:
+def test_a_checkpoint_that_its_run_removed_meanwhile_is_named_as_removed(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "store")
     job = parse_job({"name": "a", "model": {"kind": "llama", **SIZES}, "data": {"kind": "synthetic"}})
     removed = Source(

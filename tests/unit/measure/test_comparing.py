@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from raypp.cli.parity_command import parity_view
-from raypp.measure.parity import compare, one_process_job, relative_error
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.tools.parity import compare, one_process_job, relative_error
 
 MESH = {"pp": 2, "fsdp": 2, "dp_replicate": 2}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from raypp.measure import model_costs
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.job.job import Job
+from raypp.job.load import parse_job
+from raypp.tools import model_costs
 
 
 def job_with(**train: Any) -> Job:
@@ -21,9 +21,7 @@ def job_with(**train: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    "train",
-    [{}, {"activation_checkpointing": "selective"}, {"precision": "bf16"}],
-    ids=["plain", "selective", "bf16"],
+    "train", [{}, {"activation_checkpointing": "selective"}, {"precision": "bf16"}], ids=["plain", "selective", "bf16"]
 )
 def test_every_part_of_a_model_gets_its_cost(train: dict[str, Any]) -> None:
     with model_costs.open_meter(job_with(**train)) as meter:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raypp.errors import JobError
-from raypp.measure.played_step import step_peak
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.tools.played_step import step_peak
 
 
 @pytest.mark.parametrize(

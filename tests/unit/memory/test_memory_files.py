@@ -19,12 +19,14 @@ import torch
 from safetensors.torch import load
 from stand_in_clock import StandInClock, wait_until
 
-from raypp.checkpoint.ranged_reads import fetch_ranges
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import slice_of
 from raypp.errors import CheckpointError
-from raypp.memory import tier as tier_module
-from raypp.memory.files import (
+from raypp.records import Coordinates, Event, Seat
+from raypp.stages.pipeline.agreement import SnapshotState
+from raypp.state.checkpoint.ranged_reads import fetch_ranges
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import slice_of
+from raypp.state.memory import tier as tier_module
+from raypp.state.memory.files import (
     DIRECTORY_VARIABLE,
     LIMIT_VARIABLE,
     SlotName,
@@ -36,13 +38,11 @@ from raypp.memory.files import (
     remove_run,
     room,
 )
-from raypp.memory.peer import CopyReceiver, CopySender, partner_of
-from raypp.memory.rank_slots import RunLife
-from raypp.memory.restore import choose
-from raypp.memory.slot import Slot, reading
-from raypp.memory.tier import MemoryTier, SnapshotCosts
-from raypp.pipeline.agreement import SnapshotState
-from raypp.records import Coordinates, Event, Seat
+from raypp.state.memory.peer import CopyReceiver, CopySender, partner_of
+from raypp.state.memory.rank_slots import RunLife
+from raypp.state.memory.restore import choose
+from raypp.state.memory.slot import Slot, reading
+from raypp.state.memory.tier import MemoryTier, SnapshotCosts
 from raypp.storage import rate_limit
 from raypp.storage.rate_limit import Pace
 
@@ -224,7 +224,7 @@ def test_a_sender_that_is_closed_while_it_connects_ends_at_once(
 
     def slowly(*arguments: Any, **options: Any) -> socket.socket:
         connects.set()
-        assert closes.wait(10)
+        assert closes.wait(60)
         time.sleep(0.2)  # until `close` has looked for a connection
         return real(*arguments, **options)
 
@@ -233,7 +233,7 @@ def test_a_sender_that_is_closed_while_it_connects_ends_at_once(
         sender = CopySender(0, hangs.getsockname(), b"secret")
         slot = sealed(tmp_path)
         sender.offer(slot)
-        assert connects.wait(10)
+        assert connects.wait(60)
         closes.set()
         assert sender.close(), "its thread still uses the snapshot"
         slot.close()
@@ -412,7 +412,7 @@ def test_whoever_does_not_know_the_secret_places_nothing(
     with sending(tmp_path, server, secret=b"guess") as (sender, _):
         wait_until(lambda: bool(sender.error))
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
-            stranger.settimeout(10)
+            stranger.settimeout(60)
             assert len(stranger.recv(4096)) == 32  # the random bytes
             stranger.sendall(json.dumps({"rank": 1}).encode() * 100)
             with contextlib.suppress(ConnectionResetError):

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.memory.files import DIRECTORY_VARIABLE
-from raypp.memory.rank_slots import RunLife
-from raypp.memory.restore import Snapshots, choose
-from raypp.memory.tier import Apart, MemoryTier
+from raypp.job.job import Job
+from raypp.job.load import parse_job
 from raypp.records import Coordinates, Reporter, Seat
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.state.memory.files import DIRECTORY_VARIABLE
+from raypp.state.memory.rank_slots import RunLife
+from raypp.state.memory.restore import Snapshots, choose
+from raypp.state.memory.tier import Apart, MemoryTier
 
 TWO = ([1, 2, 2, 1], "1")
 """Two replicas of two ranks: 0 and 1, 2 and 3."""
@@ -143,7 +143,7 @@ class Played(MemoryTier):
         self.files: list[int | None] = [None] * self._files
         self._begun_at = self._taken = 0
         self._started = self._asked = self._ready = self._announced = True
-        self._slots = cast(Any, SimpleNamespace(forget_earlier=lambda: None, close=lambda **_: None))
+        self._slots = cast(Any, SimpleNamespace(remove_earlier_files=lambda: None, close=lambda **_: None))
 
     def _state(self, gather: Any) -> Any:
         return []

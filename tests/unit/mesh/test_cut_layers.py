@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.cut import balance, balance_ranks, cut_layers, most_stages
-from raypp.mesh.seating import place_stages
+from raypp.planning.cut import balance, balance_ranks, cut_layers, most_stages
+from raypp.planning.seating import place_stages
 
 TABLE = {
     (36, 2): [18, 18],

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import place_stages
+from raypp.job.job import MeshSection
+from raypp.planning.geometry import Mesh
+from raypp.planning.seating import place_stages
 from raypp.records import AXES, Coordinates
-from raypp.spec.job import MeshSection
 
 _NAMES = [axis.name for axis in AXES]
 sizes = st.builds(Coordinates, *[st.integers(1, 3)] * len(AXES))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import ResourcesError
-from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import seat_order
+from raypp.job.job import MeshSection
+from raypp.planning.geometry import Mesh
+from raypp.planning.seating import seat_order
 from raypp.records import Coordinates, NodeFacts
-from raypp.spec.job import MeshSection
 
 
 def workers(*devices: int, ip: str = "10.0.0.{}") -> list[NodeFacts]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.initial_values import initial_value
-from raypp.models.stage import build_stage
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.initial_values import initial_value
+from raypp.stages.models.stage import build_stage
 
 
 def whole_model(options: DecoderOptions, seed: int = 7) -> torch.nn.Module:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.models import attention_products
-from raypp.models.attention import packed_attention
-from raypp.models.documents import PackedDocuments
-from raypp.spec.attention_rule import NO_RULE, AttentionRule
+from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.stages.models import attention_products
+from raypp.stages.models.attention import packed_attention
+from raypp.stages.models.documents import PackedDocuments
 
 RULES = [
     NO_RULE, AttentionRule(scale=0.3), AttentionRule(window=1), AttentionRule(window=4), AttentionRule(window=99),

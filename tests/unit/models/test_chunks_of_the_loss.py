@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from raypp.models import loss
-from raypp.models.documents import PackedDocuments
-from raypp.models.loss import (
+from raypp.job.models import DecoderOptions
+from raypp.planning import loss_memory
+from raypp.planning.loss_memory import chunk_sizes, chunk_tokens
+from raypp.stages.models import loss
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.loss import (
     IGNORED,
     Targets,
     in_chunks,
@@ -22,11 +25,8 @@ from raypp.models.loss import (
     soft_capped,
     token_loss_sum,
 )
-from raypp.models.products import LaterGradients, weights_later
-from raypp.models.stage import build_stage
-from raypp.planning import loss_memory
-from raypp.planning.loss_memory import chunk_sizes, chunk_tokens
-from raypp.spec.models import DecoderOptions
+from raypp.stages.models.products import LaterGradients, weights_later
+from raypp.stages.models.stage import build_stage
 
 ROWS, TOKENS, WIDTH, VOCABULARY, CHUNK = 2, 95, 24, 100, 48
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 1e-2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.models.experts import ALPHA, LIMIT, ClampedExperts, clamped_swiglu, grouped_clamped
+from raypp.stages.models.experts import ALPHA, LIMIT, ClampedExperts, clamped_swiglu, grouped_clamped
 
 
 def test_the_gradient_is_that_of_plain_operators() -> None:

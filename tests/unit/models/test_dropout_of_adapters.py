@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens, StepKeys
+from raypp.stages.models.adapter_dropout import AdapterDropout, CurrentTokens, StepKeys
 
 ROWS, LENGTH, WIDTH = 4, 512, 96
 COLUMNS = np.arange(LENGTH)

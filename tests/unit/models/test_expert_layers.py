@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from reference import run, whole_model
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models.experts import StackedExperts, grouped, one_by_one, swiglu
-from raypp.models.lora import unbound
-from raypp.models.moe import MixtureOfExperts, router_sums, weighted
-from raypp.models.products import _GradientOfRows
-from raypp.spec.decoder_layer import Layer
-from raypp.spec.models import MoeOptions
+from raypp.job.decoder_layer import Layer
+from raypp.job.models import MoeOptions, RouterOptions
+from raypp.stages.models.experts import StackedExperts, grouped, one_by_one, swiglu
+from raypp.stages.models.lora import unbound
+from raypp.stages.models.moe import MixtureOfExperts, chosen_experts, router_sums, weighted
+from raypp.stages.models.products import _GradientOfRows
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -178,3 +178,31 @@ def test_experts_without_rows_get_zero_gradients() -> None:
     _GradientOfRows.apply(stack, ends).backward(torch.full((4, 2, 3), 7.0))
     assert stack.grad is not None
     assert stack.grad[:, 0, 0].tolist() == [7, 0, 7, 0]
+
+
+def grouped_options(**other: Any) -> RouterOptions:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_experts": 6, "experts_per_token": 2}
+    return RouterOptions(**{"kind": "glm4_moe", "expert_groups": 3, "chosen_groups": 1, **sizes, **other})
+
+
+def test_experts_are_of_the_group_with_the_largest_two_scores_and_the_correction_takes_part() -> None:
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.6, 0.3, 0.7]])
+    assert chosen_experts(scores, grouped_options()).tolist() == [[3, 2]]
+    assert chosen_experts(scores, grouped_options(expert_groups=1)).tolist() == [[0, 5]]
+    correction = torch.tensor([0.0, 0.3, 0.0, 0.0, 0.0, 0.0])
+    assert chosen_experts(scores, grouped_options(), correction).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"expert_groups": 4}, "num_experts 6 are not expert_groups 4"),
+        ({"expert_groups": 6}, "of two or more each"),
+        ({"chosen_groups": 4}, "chosen_groups 4 of expert_groups 3"),
+        ({"experts_per_token": 3}, "more than chosen_groups 1 have"),
+        ({"router_bias_rate": 0.1, "lora": {}}, "router_bias_rate"),
+    ],
+)
+def test_groups_that_do_not_divide_and_a_bias_beside_adapters_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grouped_options(**wrong)

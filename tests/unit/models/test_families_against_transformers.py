@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from collecting_reporter import CollectingReporter
 from lazily import Lazily
 from safetensors.torch import load_file
 from their_models import FAMILY_CASES, family_cases, keys_of, loaded, options_in, run, their_config, their_instance
-from told import Told
 from torch import nn
 from torch.distributed import TCPStore
 
-from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
-from raypp.hf.export_model import export_hf
-from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
-from raypp.models.loss import Targets
+from raypp.job.job import OptimizerOptions
+from raypp.rank.optimizers.optimizer import build_optimizer
 from raypp.records import Coordinates, Seat
-from raypp.spec.job import OptimizerOptions
+from raypp.stages.models.loss import Targets
+from raypp.state.checkpoint.announce import Announcements
+from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
+from raypp.state.checkpoint.ranged_reads import verify_checkpoint
+from raypp.state.checkpoint.save import CheckpointSaver
+from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.model_files import HfFiles
 from raypp.storage.directory import DirectoryStore
-from raypp.train.optimizer import build_optimizer
+from raypp.tools.export.export_model import export_hf
 
 transformers: Any = Lazily("transformers")
 every_case = family_cases(slow={case for _, case in FAMILY_CASES} - {"plain"})
@@ -99,8 +99,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def adamw_on(model: nn.Module) -> torch.optim.AdamW:
     named = list(model.named_parameters())
-    matrices = [parameter for name, parameter in named if parameter.ndim > 1 and not name.endswith("bias")]
-    others = [parameter for name, parameter in named if parameter.ndim <= 1 or name.endswith("bias")]
+    still = ("bias", "conv1d.weight")
+    matrices = [parameter for name, parameter in named if parameter.ndim > 1 and not name.endswith(still)]
+    others = [parameter for name, parameter in named if parameter.ndim <= 1 or name.endswith(still)]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)
 
@@ -151,6 +152,8 @@ def test_logits_gradients_and_an_optimizer_step_are_those_of_transformers(kind: 
 @every_case
 def test_two_stages_compute_the_bits_of_one(kind: str, case: str, theirs: Any) -> None:
     folder = theirs(kind, case).folder
+    if options_in(folder).uncut():
+        pytest.skip("the planner refuses this cut")
     loss, gradients = trained(loaded(folder))
     of_two, found = trained(loaded(folder, 1))
     assert torch.equal(loss, of_two) and gradients.keys() == found.keys()
@@ -173,7 +176,9 @@ def test_import_then_no_step_then_export_gives_the_same_bytes(
     assert load_checkpoint(store, "run", 0, stages, optimizer) is not None
     seat = Seat("again", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    saver = CheckpointSaver(store, "again", job, seat, Announcements(server, 1), Told(), 3, commit_timeout_s=5)
+    saver = CheckpointSaver(
+        store, "again", job, seat, Announcements(server, 1), CollectingReporter(), 3, commit_timeout_s=5
+    )
     saver.save(1, stages, optimizer, {})
     assert saver.wait() == 1
     saver.close()
@@ -195,8 +200,8 @@ def test_import_then_no_step_then_export_gives_the_same_bytes(
 
 @torch.no_grad()
 def forget(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.fill_(float("nan"))
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.fill_(float("nan"))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

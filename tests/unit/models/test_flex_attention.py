@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from raypp.models.attention import packed_attention
-from raypp.models.documents import PackedDocuments
-from raypp.models.flex_attention import attend, document_mask
-from raypp.spec.attention_rule import NO_RULE, AttentionRule
+from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.stages.models.attention import packed_attention
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.flex_attention import attend, document_mask
 
 RULES = [
     NO_RULE, AttentionRule(window=50), AttentionRule(window=130, soft_cap=3.0), AttentionRule(scale=0.3, sinks=True),

@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypp.models import experts
-from raypp.models.experts import StackedExperts, grouped, inverse, repeated
-from raypp.models.moe import MixtureOfExperts
-from raypp.models.recomputed import once, recomputed
-from raypp.parallel import expert
-from raypp.parallel.expert import ExpertExchange, _Counts
-from raypp.spec.decoder_layer import Layer
-from raypp.spec.models import MoeOptions
+from raypp.job.decoder_layer import Layer
+from raypp.job.models import MoeOptions
+from raypp.stages.models import experts
+from raypp.stages.models.experts import StackedExperts, grouped, inverse, repeated
+from raypp.stages.models.moe import MixtureOfExperts
+from raypp.stages.models.recomputed import once, recomputed
+from raypp.stages.parallel import expert
+from raypp.stages.parallel.expert import ExpertExchange, _Counts
 from raypp.torch_private import DispatchMode, fake_tensors
 
 NAMES = ("gate_proj", "up_proj", "down_proj")

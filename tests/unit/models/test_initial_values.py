@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from raypp.models.adapter_dropout import hash_key
-from raypp.models.initial_values import Law, initial_value, initialise, law_of
-from raypp.models.stage import build_stage
-from raypp.parallel.shard import local_rows
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.stages.models.adapter_dropout import hash_key
+from raypp.stages.models.initial_values import Law, initial_value, initialise, law_of
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.shard import local_rows
 
 OPTIONS = DecoderOptions(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=101, lora={"rank": 3, "alpha": 4}
@@ -57,12 +57,12 @@ def test_the_bits_are_the_same_on_every_machine_and_in_every_release(kind: Any, 
 
 def test_every_number_that_is_written_counts_as_progress() -> None:
     stage = build_stage(OPTIONS, range(2), first=True, last=True).to_empty(device="cpu")
-    told: list[tuple[int, int]] = []
-    initialise(stage, OPTIONS, 7, local_rows, progress=lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    initialise(stage, OPTIONS, 7, local_rows, progress=lambda done, total: reported.append((done, total)))
     size = sum(weight.numel() for weight in stage.parameters())
-    assert told[-1] == (size, size) and len(told) == len(list(stage.parameters()))
+    assert reported[-1] == (size, size) and len(reported) == len(list(stage.parameters()))
     frozen = [name for name, weight in stage.named_parameters() if not weight.requires_grad]
     initialise(
-        stage, OPTIONS, 7, local_rows, frozen=True, skip=frozen, progress=lambda done, total: told.append((0, 0))
+        stage, OPTIONS, 7, local_rows, frozen=True, skip=frozen, progress=lambda done, total: reported.append((0, 0))
     )
-    assert told[-1] == (size, size)
+    assert reported[-1] == (size, size)

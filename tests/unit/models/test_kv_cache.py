@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.models.kv_cache import KeyValueCache, attend_one
-from raypp.spec.attention_rule import AttentionRule
+from raypp.job.attention_rule import AttentionRule
+from raypp.stages.models.kv_cache import KeyValueCache, attend_one
 
 HEADS, KV, WIDTH, NEW, CAPACITY = 4, 2, 8, 9, 24
 CPU = torch.device("cpu")

@@ -8,21 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.initial_values import initial_value
-from raypp.models.stage import build_stage, parameter_names
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.initial_values import initial_value
+from raypp.stages.models.stage import build_stage, parameter_names
 
 OPTIONS = DecoderOptions(
-    kind="llama",
-    num_layers=3,
-    hidden_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_size=80,
-    vocab_size=97,
+    kind="llama", num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2, ffn_size=80, vocab_size=97,
     rope_theta=10000.0,
-)
+)  # fmt: skip
 
 
 def whole_model(options: DecoderOptions) -> torch.nn.Module:

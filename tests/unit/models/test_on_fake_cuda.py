@@ -16,17 +16,17 @@ import torch
 from small_models import small_options
 from torch import Tensor, nn
 
-from raypp.models import layers
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.models.documents import PackedDocuments
-from raypp.models.experts import can_group
-from raypp.models.loss import IGNORED, Targets
-from raypp.models.moe import MixtureOfExperts
-from raypp.models.stage import build_stage
-from raypp.models.varlen_attention import varlen_kernel
-from raypp.parallel.apply import _compile_blocks
-from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions
+from raypp.job.known_families import FAMILIES
+from raypp.job.models import DecoderOptions
+from raypp.stages.models import layers
+from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.experts import can_group
+from raypp.stages.models.loss import IGNORED, Targets
+from raypp.stages.models.moe import MixtureOfExperts
+from raypp.stages.models.stage import build_stage
+from raypp.stages.models.varlen_attention import varlen_kernel
+from raypp.stages.parallel.apply import _compile_blocks
 from raypp.torch_private import fake_tensors
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is no CUDA build")

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models.products import LaterGradients, Projection, weights_later
-from raypp.models.quantised import Format, Quantised, QuantisedLinear
-from raypp.spec.lora import BASES
+from raypp.job.lora import BASES
+from raypp.stages.models.products import LaterGradients, Projection, weights_later
+from raypp.stages.models.quantised import Format, Quantised, QuantisedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-from raypp.spec.lora import BASES, NF4, row_bytes
+from raypp.job.lora import BASES, NF4, row_bytes
+from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
 
 
 def weights(rows: int = 24, width: int = 192, seed: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ def test_matrices_larger_than_a_chunk_are_quantised_alike(base: str, monkeypatch
     matrix = weights()
     whole = quantise_rows(matrix, base)
     back = dequantise_rows(whole, base, 192, torch.float32)
-    monkeypatch.setattr("raypp.models.quantised_rows._CHUNK", 5 * 192)
+    monkeypatch.setattr("raypp.stages.models.quantised_rows._CHUNK", 5 * 192)
     assert torch.equal(quantise_rows(matrix, base), whole)
     assert torch.equal(dequantise_rows(whole, base, 192, torch.float32), back)
 

@@ -9,9 +9,9 @@ import torch
 from lazily import Lazily
 from torch import Tensor
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.rotary import rotary_table, rotated
-from raypp.spec.rope import RopeOptions, Rotary, rope_problems
+from raypp.job.rope import RopeOptions, Rotary, rope_problems
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.rotary import rotary_table, rotated
 
 transformers: Any = Lazily("transformers")
 

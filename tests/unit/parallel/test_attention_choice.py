@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from raypp.errors import JobError, RayppError
-from raypp.models.attention import PLAIN
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.parallel.attention_choice import (
-    KERNELS,
-    Setting,
-    choose_attention,
-    reason_against,
-    try_kernel,
-)
-from raypp.spec.attention_rule import NO_RULE, AttentionRule
-from raypp.spec.load import parse_job
+from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.load import parse_job
+from raypp.stages.models.attention import PLAIN
+from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
 
 CPU = torch.device("cpu")
 BARE = {"torch": "2.13.0+cu130", "triton": ""}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import raypp
-from raypp.measure import group_check
+from raypp.tools.doctor import group_check
 
 # `doctor --nccl` exchanges with both neighbours at once in processes of its own, beside no compute.
 FILES = sorted({*Path(raypp.__file__).parent.rglob("*.py")} - {Path(group_check.__file__)})

@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_models import small_options
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage
-from raypp.parallel.apply import _compile_blocks
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import _compile_blocks
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import Slice
-from raypp.parallel.rank_groups import before_abort, before_join, check_groups
-from raypp.train.lost_peer import lost_peer
+from raypp.rank.joining.lost_peer import lost_peer
+from raypp.stages.parallel.rank_groups import before_abort, before_join, check_groups
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.checkpoint.state import Slice
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from test_zigzag import columns, packed_rows, wanted
 
-from raypp.parallel.ring_hops import HopSegments, hop_segments
-from raypp.parallel.zigzag import Block, RingPlan, plan_ring
+from raypp.stages.parallel.ring_hops import HopSegments, hop_segments
+from raypp.stages.parallel.zigzag import Block, RingPlan, plan_ring
 
 
 def pairs_seen(hop: HopSegments, own: np.ndarray, other: np.ndarray, tokens: int) -> np.ndarray:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.quantised import stored_formats
-from raypp.models.stage import build_stage
-from raypp.parallel.apply import PreparedStage, prepare_stage
-from raypp.parallel.compute_copies import computing
-from raypp.parallel.expert import moe_blocks
-from raypp.spec.load import parse_job
+from raypp.job.load import parse_job
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.quantised import stored_formats
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import PreparedStage, prepare_stage
+from raypp.stages.parallel.compute_copies import computing
+from raypp.stages.parallel.expert import moe_blocks
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 64, "vocab_size": 31}

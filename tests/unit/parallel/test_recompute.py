@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from raypp.errors import RayppError
-from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage
-from raypp.parallel.apply import recompute_within_compiled_blocks
-from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.job.models import DecoderOptions, MoeOptions
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import recompute_within_compiled_blocks
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 64, "vocab_size": 31}
 DENSE = DecoderOptions(kind="llama", **SIZES)

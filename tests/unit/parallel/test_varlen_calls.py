@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from raypp.errors import RayppError
-from raypp.models.attention import packed_attention
-from raypp.models.cudnn_attention import CUDNN
-from raypp.models.documents import PackedDocuments
-from raypp.models.varlen_attention import varlen_kernel
-from raypp.parallel.ring_hops import FlashHops, hop_segments
-from raypp.parallel.zigzag import plan_ring
-from raypp.spec.attention_rule import AttentionRule
+from raypp.job.attention_rule import AttentionRule
+from raypp.stages.models.attention import packed_attention
+from raypp.stages.models.cudnn_attention import CUDNN
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.varlen_attention import varlen_kernel
+from raypp.stages.parallel.ring_hops import FlashHops, hop_segments
+from raypp.stages.parallel.zigzag import plan_ring
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.parallel.zigzag import RingPlan, plan_ring, zigzag
+from raypp.stages.parallel.zigzag import RingPlan, plan_ring, zigzag
 
 
 def columns(rank: int, size: int, row_len: int, rows: int) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.pipeline.device_clock import ActionClock, Span
-from raypp.schedules.action import Kind
+from raypp.planning.schedules.action import Kind
+from raypp.stages.pipeline.device_clock import ActionClock, Span
 
 
 def clock_with(times: dict[tuple[Kind, bool], list[float]]) -> ActionClock:
@@ -22,7 +22,7 @@ def test_the_spread_is_half_the_distance_of_the_tenths_relative_to_the_median() 
     assert clock_with({("F", False): even, ("B", False): [2.0] * 20}).spread() == pytest.approx(0.04, abs=0.001)
 
 
-def test_one_late_action_and_messages_do_not_count_and_few_tell_nothing() -> None:
+def test_one_late_action_and_messages_do_not_count_and_few_report_nothing() -> None:
     assert clock_with({("F", False): [1.0] * 31 + [9.0]}).spread() == 0
     assert clock_with({("F", False): [1.0] * 20, ("F", True): [1.0, 9.0] * 10}).spread() == 0
     assert clock_with({("F", False): [1.0, 2.0, 3.0]}).spread() == 0

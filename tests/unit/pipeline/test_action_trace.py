@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from raypp.pipeline.action_trace import ActionTrace, Recorded
-from raypp.pipeline.device_clock import Anchor, DeviceClock
+from raypp.rank.step.step_trace import CommonClock, between, spans_of
+from raypp.stages.pipeline.action_trace import ActionTrace, Recorded
+from raypp.stages.pipeline.device_clock import Anchor, DeviceClock
 from raypp.torch_private import Computation
-from raypp.train.step_trace import CommonClock, between, spans_of
 
 
 class Instant:
@@ -87,14 +87,10 @@ def test_instants_of_a_device_are_read_once_it_has_reached_them_and_put_on_rank_
 
 def test_what_is_under_way_ends_with_the_last_wait_for_it() -> None:
     recorded = [
-        Recorded("gather", 0.0, 0.1, 0),
-        Recorded("wait gather", 1.0, 1.5, 0),
-        Recorded("wait gather", 2.0, 2.25, 0),
-        Recorded("F", 1.0, 3.0, 0, 0),
-        Recorded("sum", 4.0, 4.0, 0),
-        Recorded("sum", 4.5, 4.5, 0),
+        Recorded("gather", 0.0, 0.1, 0), Recorded("wait gather", 1.0, 1.5, 0), Recorded("wait gather", 2.0, 2.25, 0),
+        Recorded("F", 1.0, 3.0, 0, 0), Recorded("sum", 4.0, 4.0, 0), Recorded("sum", 4.5, 4.5, 0),
         Recorded("wait sums", 5.0, 6.0),
-    ]
+    ]  # fmt: skip
     spans = spans_of([(1, one) for one in recorded], Anchor(0.0, 0.0), CommonClock(0.0, 0.0, 0.0))
     assert spans[:-2] == [(one.kind, one.begin, one.end - one.begin, 1, one.stage, one.microbatch) for one in recorded]
     assert spans[-2:] == [("gathering", 0.0, 2.25, 1, 0, -1), ("summing", 4.0, 2.0, 1, 0, -1)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raypp.errors import DataError
-from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, pack, unpack
 from raypp.records import Requests
+from raypp.stages.pipeline.agreement import SnapshotState, StepPlan, StepProposal, pack, unpack
 
 UNSAID = -(2**62)
 
@@ -97,7 +97,7 @@ def test_every_rank_hears_how_long_each_computed(with_snapshots: bool) -> None:
 
 
 @pytest.mark.parametrize("torn", [0, 1])
-def test_ranks_of_one_replica_that_read_different_rows_are_told_so_alike(torn: int) -> None:
+def test_ranks_of_one_replica_that_read_different_rows_are_reported_so_alike(torn: int) -> None:
     said = [(1 - torn, proposal([8], 1, 5)), (torn, proposal([8], 1, 6)), (torn, proposal([8], 1, 7))]
     vectors = torch.stack([pack(one, replica, 2) for replica, one in said]).amax(0)
     for replica, one in said:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.seating import place_stages
-from raypp.pipeline.link_probe import turns_of
-from raypp.schedules.communication import channels_of
+from raypp.planning.schedules.communication import channels_of
+from raypp.planning.seating import place_stages
+from raypp.stages.pipeline.link_probe import turns_of
 
 
 @pytest.mark.parametrize(

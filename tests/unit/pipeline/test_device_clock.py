@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.memory.tier import SnapshotCosts
-from raypp.pipeline.device_clock import ActionClock, DeviceClock, Span, _reached
-from raypp.train.step import Stopwatch
+from raypp.rank.step.step import Stopwatch
+from raypp.stages.pipeline.device_clock import ActionClock, DeviceClock, Span, _reached
+from raypp.state.checkpoint.snapshot import SnapshotBuffer
+from raypp.state.memory.tier import SnapshotCosts
 
 
 class Card:

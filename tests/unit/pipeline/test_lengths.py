@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from raypp.data.packing import Row
-from raypp.parallel.context import RingShare, UlyssesShare, WholeRows
-from raypp.parallel.ring import Ring
-from raypp.pipeline.agreement import padded_length
-from raypp.pipeline.collate import collate, labelled_tokens, rows_digest
+from raypp.rank.data.packing import Row
+from raypp.rank.step.collate import collate, labelled_tokens, rows_digest
+from raypp.stages.parallel.context import RingShare, UlyssesShare, WholeRows
+from raypp.stages.parallel.ring import Ring
+from raypp.stages.pipeline.agreement import padded_length
 
 
 def row(*documents: int, first: int = 1) -> Row:
@@ -68,7 +68,7 @@ def test_labels_are_counted_without_the_ignored() -> None:
     assert labelled_tokens([row(3, 2), row(4)]) == 8
 
 
-def test_the_digest_tells_rows_apart() -> None:
+def test_the_digest_distinguishes_rows() -> None:
     assert rows_digest([row(3), row(4)]) == rows_digest([row(3), row(4)])
     assert rows_digest([row(3), row(4)]) != rows_digest([row(3), row(4, first=2)])
     masked = replace(row(4), labels=np.full(4, -100))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.seating import place_stages
-from raypp.pipeline.runtime import lower
-from raypp.schedules.action import Action
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.communication import Receive
-from raypp.schedules.posting import Posting, with_messages
+from raypp.planning.schedules.action import Action
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.communication import Receive
+from raypp.planning.schedules.posting import Posting, with_messages
+from raypp.planning.seating import place_stages
+from raypp.stages.pipeline.runtime import lower
 from raypp.torch_private import Computation
 
 WEIGHTS = (Computation.UNSHARD, Computation.RESHARD, Computation.REDUCE_GRAD)

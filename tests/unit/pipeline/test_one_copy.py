@@ -8,9 +8,9 @@ import torch
 from test_lengths import ring_share, row
 from torch import Tensor
 
-from raypp.models.attention_kernel import AttentionKernel, Segments
-from raypp.models.documents import PackedDocuments
-from raypp.pipeline.collate import ALIGNMENT, StageBatch, collate, copied_together, on_device
+from raypp.rank.step.collate import ALIGNMENT, StageBatch, collate, copied_together, on_device
+from raypp.stages.models.attention_kernel import AttentionKernel, Segments
+from raypp.stages.models.documents import PackedDocuments
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

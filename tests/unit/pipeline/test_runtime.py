@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.mesh.seating import place_stages
-from raypp.pipeline import runtime
-from raypp.pipeline.runtime import ProgramRuntime
-from raypp.schedules.action import Program, splits_backward
-from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
+from raypp.planning.schedules.action import Program, splits_backward
+from raypp.planning.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
+from raypp.planning.seating import place_stages
+from raypp.stages.pipeline import runtime
+from raypp.stages.pipeline.runtime import ProgramRuntime
 
 MICROBATCHES = 8
 HANG_S = 120.0
@@ -53,9 +53,9 @@ class World:
         kind, stage, _ = key
         return self.rank_of_stage[stage], self.rank_of_stage[stage + (1 if kind == "F" else -1)]
 
-    def tell(self, told: dict[Any, Any] | list[Key], *what: Any) -> None:
+    def tell(self, reported: dict[Any, Any] | list[Key], *what: Any) -> None:
         with self.changed:
-            told.append(*what) if isinstance(told, list) else told.__setitem__(*what)
+            reported.append(*what) if isinstance(reported, list) else reported.__setitem__(*what)
             self.changed.notify_all()
 
     def wait_for(self, what: Any) -> None:
@@ -211,10 +211,10 @@ class Offload:
     """Knows which program it was told."""
 
     def __init__(self) -> None:
-        self.told: Any = None
+        self.reported: Any = None
 
     def load(self, program: Any) -> None:
-        self.told = program
+        self.reported = program
 
     def plan(self) -> None: ...
 
@@ -365,5 +365,5 @@ def test_a_new_program_is_followed_from_the_next_step_on() -> None:
         for rank, one in enumerate(pipeline.runtimes):
             computed = [f"{stage}{kind}" for kind, stage in pipeline.world.log[rank] if kind in "FB"]
             assert computed == [f"{action.stage}{action.kind}" for action in pipeline.program[rank]]
-            told: Any = one.offload
-            assert told.told == pipeline.program[rank]
+            reported: Any = one.offload
+            assert reported.reported == pipeline.program[rank]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypp.models.documents import PackedDocuments
-from raypp.models.products import LaterGradients, Projection, grouped_linear, linear, weights_later
-from raypp.models.recomputed import recomputed
-from raypp.models.stage import build_stage
-from raypp.parallel.apply import recompute_blocks
-from raypp.spec.models import DecoderOptions
+from raypp.job.models import DecoderOptions
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.products import LaterGradients, Projection, grouped_linear, linear, weights_later
+from raypp.stages.models.recomputed import recomputed
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import recompute_blocks
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 

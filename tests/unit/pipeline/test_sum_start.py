@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.seating import place_stages
-from raypp.pipeline.runtime import lower
-from raypp.pipeline.wire import SumStart, sum_start
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.seating import place_stages
+from raypp.stages.pipeline.runtime import lower
+from raypp.stages.pipeline.wire import SumStart, sum_start
 from raypp.torch_private import Computation, LoweredAction
 
 MICROBATCHES = 8

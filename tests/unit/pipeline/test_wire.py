@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.pipeline.wire import AsIs, Int8, message_seed, wire_format
+from raypp.job.load import parse_job
 from raypp.planning.check import wire_problems
 from raypp.planning.resolve import wire_of
-from raypp.spec.load import parse_job
+from raypp.stages.pipeline.wire import AsIs, Int8, message_seed, wire_format
 
 SHAPE = (3, 40, 64)
 
@@ -108,7 +108,7 @@ def test_activations_and_gradients_travel_as_the_job_says(
 
 
 @pytest.mark.parametrize(
-    ("compression", "dtype", "precision", "key", "told"),
+    ("compression", "dtype", "precision", "key", "reported"),
     [
         ("bf16", "auto", "bf16", "pipeline.wire.compression", "already travel in bf16"),
         ("none", "fp32", "bf16", "pipeline.wire.dtype", "would double the size"),
@@ -117,7 +117,7 @@ def test_activations_and_gradients_travel_as_the_job_says(
     ],
 )
 def test_what_contradicts_itself_is_refused(
-    compression: object, dtype: str, precision: str, key: str, told: str
+    compression: object, dtype: str, precision: str, key: str, reported: str
 ) -> None:
     (problem,) = wire_problems(job(compression, dtype, precision))
-    assert problem.key == key and told in problem.fault
+    assert problem.key == key and reported in problem.fault

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from raypp.spec.document import Document
-from raypp.spec.job import Job
-from raypp.spec.job_file import apply_overrides
-from raypp.spec.load import job_document, parse_job
+from raypp.job.document import Document
+from raypp.job.job import Job
+from raypp.job.job_file import apply_overrides
+from raypp.job.load import job_document, parse_job
 
 
 def job_with(**sections: Any) -> Job:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from planned_jobs import job_with
 
-from raypp.models.adapter_dropout import StepKeys
-from raypp.models.documents import PackedDocuments
-from raypp.models.loss import token_loss_sum
-from raypp.models.products import LaterGradients, weights_later
-from raypp.models.stage import build_stage
+from raypp.job.job import Job
 from raypp.planning.activations import microbatch_tokens, split_backward_bytes, stage_activation_bytes
 from raypp.planning.loss_memory import loss_memory
-from raypp.spec.job import Job
+from raypp.stages.models.adapter_dropout import StepKeys
+from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.loss import token_loss_sum
+from raypp.stages.models.products import LaterGradients, weights_later
+from raypp.stages.models.stage import build_stage
 
 MOE = {"kind": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, "num_kv_heads": 2}
 
@@ -47,8 +47,15 @@ def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
+DELTA = {"kind": "qwen3_5", "linear_key_head_dim": 64, "layer_types": ["linear_attention"] * 8}
 WINDOW = {"kind": "mistral", "sliding_window": 16, "num_kv_heads": 2}
 GEMMA2, GEMMA3 = ({"kind": kind, "sliding_window": 16, "num_kv_heads": 2} for kind in ("gemma2", "gemma3"))
+
+
+LATENT = {
+    "kind": "deepseek_v3", "dense_layers": 64, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 48,
+    "v_head_dim": 64,
+}  # fmt: skip
 
 
 def left_bytes(job: Job) -> int:
@@ -69,8 +76,8 @@ def left_bytes(job: Job) -> int:
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_kv_heads": 2}, MOE, {"kind": "gemma2", "num_kv_heads": 2}, {"kind": "starcoder2"}],
-    ids=["llama", "grouped", "experts", "gemma2", "starcoder2"],
+    [{}, {"num_kv_heads": 2}, MOE, {"kind": "gemma2", "num_kv_heads": 2}, {"kind": "starcoder2"}, LATENT, DELTA],
+    ids=["llama", "grouped", "experts", "gemma2", "starcoder2", "latent", "delta rule"],
 )
 def test_a_split_backward_leaves_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
@@ -80,8 +87,8 @@ def test_a_split_backward_leaves_what_the_plan_counts(model: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3, {"kind": "starcoder2"}, {"kind": "stablelm"}],
-    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3", "starcoder2", "stablelm"],
+    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3, {"kind": "starcoder2"}, {"kind": "stablelm"}, LATENT, DELTA],
+    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3", "starcoder2", "stablelm", "latent", "delta rule"],
 )
 def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})

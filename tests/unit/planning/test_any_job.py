@@ -9,7 +9,7 @@ from planned_jobs import job_with
 from raypp.planning.check import check_plan
 from raypp.planning.plan import Grounds, make_plan
 from raypp.planning.resolve import resolve_pipeline
-from raypp.schedules.catalogue import SCHEDULES
+from raypp.planning.schedules.catalogue import SCHEDULES
 
 small = st.integers(1, 4)
 weight = st.one_of(st.just("auto"), st.integers(0, 4), st.floats(0, 4))

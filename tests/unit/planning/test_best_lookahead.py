@@ -6,8 +6,8 @@ import pytest
 
 from raypp.planning.choose_lookahead import Depth, best_depth
 from raypp.planning.choose_lookahead import depths as depths_of
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import Simulator, StageTimes
+from raypp.planning.schedules.catalogue import build_program
+from raypp.planning.schedules.simulate import Simulator, StageTimes
 
 
 def depths(

@@ -11,8 +11,8 @@ from raypp.planning.choose_lookahead import cards_and_links, cards_of_nodes
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Link, Machines, Node, message_bytes
-from raypp.schedules.one_f_one_b import build as build_1f1b
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.planning.schedules.one_f_one_b import build as build_1f1b
+from raypp.planning.schedules.simulate import StageTimes, simulate
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 FOUR = [0, 1, 2, 3]
@@ -99,7 +99,7 @@ def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
 
 @pytest.mark.gate
 def test_a_very_long_program_says_that_cards_are_left_out() -> None:
-    def told(microbatches: int) -> bool:
+    def left_out(microbatches: int) -> bool:
         job = job_with(
             model={"num_layers": 4},
             mesh={"pp": 4},
@@ -109,5 +109,5 @@ def test_a_very_long_program_says_that_cards_are_left_out() -> None:
         found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9)), UNIT)
         return any("share no card" in source for source in found.assumptions)
 
-    assert not told(512)
-    assert told(513)
+    assert not left_out(512)
+    assert left_out(513)

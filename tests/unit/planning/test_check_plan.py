@@ -80,6 +80,16 @@ def test_a_cut_that_does_not_fit(cut: list[int], what: str) -> None:
     assert "[4, 4]" in fix
 
 
+def test_a_cut_between_layers_that_share_keys() -> None:
+    shared = {"kind": "gemma4", "num_layers": 12, "num_kv_shared_layers": 4}
+    key, fault, fix = problem(model=shared, pipeline={"layers_per_stage": [6, 6]})
+    assert key == "pipeline.layers_per_stage" and "before layer 6 parts layers 5 to 11" in fault
+    assert "7 or more layers on the last stage" in fix
+    assert check_plan(job_with(model=shared, pipeline={"layers_per_stage": [5, 7]})) == []
+    _, fault, fix = problem(model={**shared, "per_layer_width": 8})
+    assert "parts layers 0 to 11" in fault and fix == "use mesh.pp 1 and pipeline.stages_per_rank 1"
+
+
 def test_experts_that_do_not_divide() -> None:
     assert problem(model=MOE, mesh={"fsdp": 4, "ep": 3})[0] == "mesh.ep"
     assert "use 2 or 4" in problem(model=MOE, mesh={"fsdp": 4, "ep": 3})[2]
@@ -114,6 +124,15 @@ def test_biases_of_experts_have_one_width_that_must_be_cut() -> None:
 def test_more_experts_per_token_than_there_are() -> None:
     key, _, fix = problem(model={**MOE, "experts_per_token": 9})
     assert (key, fix) == ("model.experts_per_token", "use at most 8")
+
+
+def test_parts_of_rows_that_are_shorter_than_a_convolution_reaches() -> None:
+    model = {"kind": "qwen3_5"}
+    key, what, fix = problem(mesh={"cp": 2}, pipeline={"pad_to_multiple_of": 4}, model=model)
+    assert key == "pipeline.pad_to_multiple_of" and "of 2 tokens" in what and "reads 3" in what and "6" in fix
+    assert check_plan(job_with(mesh={"cp": 2}, pipeline={"pad_to_multiple_of": 6}, model=model)) == []
+    ulysses = {"cp": 2, "cp_style": "ulysses"}
+    assert check_plan(job_with(mesh=ulysses, pipeline={"pad_to_multiple_of": 4}, model=model)) == []
 
 
 def test_heads_that_ulysses_cannot_share_out() -> None:
@@ -152,6 +171,6 @@ def test_8_bit_moments_need_whole_blocks_of_experts_rows() -> None:
     assert check_plan(job_with(model=wide, mesh=mesh, train=train)) == []
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     job = job_with(mesh={"pp": 9, "ep": 2}, pipeline={"microbatches": 2})
     assert [p.key for p in check_plan(job)] == ["pipeline.microbatches", "mesh.pp", "mesh.ep"]

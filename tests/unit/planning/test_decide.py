@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raypp.checkpoint.layout import decision_key
-from raypp.checkpoint.retention import delete_run
-from raypp.checkpoint.run_spec import read_decision, write_decision
 from raypp.errors import CheckpointError
+from raypp.job.job import Job
+from raypp.job.job_file import load_job
+from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.planning.decision import Decision, Facts
 from raypp.planning.memory import memories
-from raypp.spec.job import Job
-from raypp.spec.job_file import load_job
-from raypp.spec.load import parse_job
+from raypp.records import StepReport
+from raypp.state.checkpoint.layout import decision_key
+from raypp.state.checkpoint.retention import delete_run
+from raypp.state.checkpoint.run_spec import read_decision, write_decision
+from raypp.state.run_records.status import speed_text
 from raypp.storage.directory import DirectoryStore
 
 JOBS = sorted(Path(__file__).parents[3].glob("jobs/*.yaml"))
@@ -88,12 +91,7 @@ def test_depths_of_the_warm_up_fit_by_the_plan_of_their_programs() -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [
-        (None, "is missing"),
-        ("{", "JSON"),
-        ('{"version": 99}', "layout version 99"),
-        ("cut", "is not a decision"),
-    ],
+    [(None, "is missing"), ("{", "JSON"), ('{"version": 99}', "layout version 99"), ("cut", "is not a decision")],
 )
 def test_a_stored_decision_that_cannot_be_used_is_named(tmp_path: Path, content: str | None, why: str) -> None:
     store, key = DirectoryStore(tmp_path), decision_key("d", 3)
@@ -114,3 +112,29 @@ def test_a_stored_decision_that_cannot_be_used_is_named(tmp_path: Path, content:
     assert f"{key}" in str(caught.value)
     delete_run(store, "d")
     assert list(store.list("")) == [], "a run that is deleted leaves no decision"
+
+
+def test_the_flops_of_a_step_are_six_for_each_weight_and_those_of_attention_within_documents() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 16, "vocab_size": 300}
+    weights = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16) + 8 * 300  # the embedding multiplies nothing
+    decision = decide(job(model=sizes, data={"seq_len": 64}), CARDS)
+    keys = 10 * 10 / 2 + 2 * 6 * 6 / 2
+    assert decision.flops([10, 6, 6]) == pytest.approx(6 * weights * 22 + 12 * 2 * 4 * 2 * keys)
+    decision = decide(job(model={"kind": "mistral", "sliding_window": 4, **sizes}, data={"seq_len": 64}), CARDS)
+    assert decision.flops([10]) == pytest.approx(6 * weights * 10 + 12 * 2 * 4 * 2 * 4 * (10 - 2)), "windows"
+
+
+def test_the_peak_is_that_of_the_slowest_card_and_unknown_without_one() -> None:
+    assert decide(job(), Facts("cuda", cards=("NVIDIA H200", "NVIDIA A100-SXM4-80GB"))).peak_tflops == 312
+    assert decide(job(), Facts("cuda", cards=("NVIDIA H200", "no such card"))).peak_tflops == 0
+    assert decide(job()).peak_tflops == 0
+    report = StepReport(1, 2.0, 1.0, 100, 8, 0.5, 200.0, 1, extras={"aux_loss": 2.0}, flops=4e12, gpus=2)
+    assert replace(report, peak_tflops=16).values == {"tflops": 4.0, "mfu": 0.25, "aux_loss": 2.0}
+    assert report.values == {"tflops": 4.0, "aux_loss": 2.0}
+    assert replace(report, gpus=0).values == {"aux_loss": 2.0}
+    sent = replace(report, gpus=0, extras={}, wire_bytes=8, compressed=True)
+    assert sent.values == {"wire_bytes": 8}
+    assert replace(sent, compressed=False, replica_bytes=0).values == {"wire_bytes": 8, "replica_bytes": 0}
+    assert speed_text({"tokens_per_s": 1e4, "tflops": 4.0, "mfu": 0.25, "peak_tflops": 16.0}) == (
+        "10k · 4 TFLOP/s per GPU, MFU 25.0 % of 16"
+    )

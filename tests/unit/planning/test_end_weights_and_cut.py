@@ -6,11 +6,11 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError
-from raypp.mesh.cut import balance
+from raypp.job.job import Job
+from raypp.planning.cut import balance
 from raypp.planning.flops import end_weights
 from raypp.planning.resolve import resolve_pipeline
-from raypp.schedules.action import printed
-from raypp.spec.job import Job
+from raypp.planning.schedules.action import printed
 
 SMALL = {"num_layers": 6, "hidden_size": 160, "num_kv_heads": 2, "ffn_size": 432, "vocab_size": 320}
 LARGE = {

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from planned_jobs import job_with, typed
 
+from raypp.job.job import Job
 from raypp.planning.check import check_plan
 from raypp.planning.decision import CERTAIN
 from raypp.planning.fit_search import changes_in_words, memory_problems
 from raypp.planning.plan import make_plan
-from raypp.spec.job import Job
 
 
 def large(**train: Any) -> Job:
@@ -63,6 +63,6 @@ def test_a_measured_excess_makes_changes_need_more() -> None:
 
 
 @pytest.mark.gate
-def test_a_model_that_nothing_makes_fit_is_told_as_that() -> None:
+def test_a_model_that_nothing_makes_fit_is_reported_as_that() -> None:
     (problem,) = memory_problems(large(), 1 << 20)
     assert "no change that was tried fits" in problem.fix and "the nearest: --set" in problem.fix

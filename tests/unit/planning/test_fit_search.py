@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_jobs import job_with, typed
 
+from raypp.job.checks import check_training
+from raypp.job.job import Job
+from raypp.job.load import parse_job
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, computed_costs, device_named
 from raypp.planning.fit_search import Fitting, changes_that_fit, set_words
@@ -21,20 +24,12 @@ from raypp.planning.memory import peak_memory
 from raypp.planning.plan import Grounds, make_plan
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.search import changed_job
-from raypp.spec.checks import check_training
-from raypp.spec.job import Job
-from raypp.spec.load import parse_job
 
 GIB = 1024**3
 LARGE = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632, "num_layers": 8}
 LLAMA_8B = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "ffn_size": 14336,
-    "vocab_size": 128256,
-}
+    "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
 
 
 def eight_b(precision: str = "bf16", microbatches: int = 16, **mesh: int) -> Job:
@@ -202,8 +197,8 @@ def test_offloading_is_not_proposed_beyond_the_memory_of_the_nodes() -> None:
         nodes = {node.name: node.memory for node in machines.nodes}
         assert not any(offload_problems(one.job, nodes, "cuda") for one in found.same)
     # What a cluster's nodes have free, where nothing else is known of them.
-    told = changes_that_fit(job, Machines.alike(2, 1, 1.0), device, keep=100, patience_s=120, host={"a": 1, "b": GIB})
-    assert told.same and not any("train.optimizer.offload" in one.changes for one in told.same)
+    found = changes_that_fit(job, Machines.alike(2, 1, 1.0), device, keep=100, patience_s=120, host={"a": 1, "b": GIB})
+    assert found.same and not any("train.optimizer.offload" in one.changes for one in found.same)
 
 
 @pytest.mark.parametrize("kind", ["sgd", pytest.param("muon", marks=pytest.mark.slow)])

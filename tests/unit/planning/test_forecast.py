@@ -7,16 +7,18 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError, ResourcesError
-from raypp.mesh.geometry import Mesh
-from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_costs, write_costs
+from raypp.job.load import parse_job
+from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, context_bytes
+from raypp.planning.flops import attention_flops
 from raypp.planning.forecast import forecast
+from raypp.planning.geometry import Mesh
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, Node, message_bytes, read_machines
+from raypp.planning.measured_costs import read_costs, write_costs
 from raypp.planning.memory import stage_parameters
 from raypp.planning.plan import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice, search
 from raypp.planning.sizes import sizes_of
-from raypp.spec.load import parse_job
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 
@@ -267,3 +269,21 @@ def test_experts_cost_a_wait_where_they_are_spread_and_more_products_where_torch
     many, slow = (layer(device, 1 << 15) for device in ("h100", "slow"))
     assert slow.forward > many.forward and slow.backward > many.backward
     assert layer("slow", 512) == layer("h100", 512)  # the host launches as much
+
+
+@pytest.mark.parametrize(("style", "parts", "attention"), [("ring", 2, 2 * 2 * 32), ("ulysses", 1, (4 + 2) * 32)])
+def test_cp_sends_states_of_delta_rules_and_keys_of_attention(style, parts, attention):
+    kinds = ["linear_attention", "full_attention"]
+    model = {
+        "kind": "qwen3_5", "num_layers": 2, "layer_types": kinds, "num_kv_heads": 2, "head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    job = job_with(model=model, mesh={"pp": 1, "cp": 2, "cp_style": style}, train={"micro_batch_size": 3})
+    state, last = 4 * 8 * (8 + 16), 3 * (2 * 2 * 8 + 4 * 16)
+    assert context_bytes(job) == 3 * 4 * (parts * (state + last) + 128 * attention) / 2
+
+
+def test_layers_without_a_window_count_their_own_heads():
+    own = {"kind": "gemma4", "num_layers": 2, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    narrow, wide = (job_with(model={**own, "full_head_dim": width}, mesh={"pp": 1}).model for width in (16, 48))
+    assert attention_flops(wide, 256) == attention_flops(narrow, 256) * (1 + 3) / 2

@@ -8,7 +8,9 @@ import pytest
 import torch
 from planned_jobs import job_with
 
-from raypp.models.stage import build_stage
+from raypp.job.job import Job
+from raypp.job.lora import lowest_trained
+from raypp.job.optimizer_groups import trained_names
 from raypp.planning.costs import DEVICES, computed_costs
 from raypp.planning.flops import backward_factor, flops_per_token, weight_share
 from raypp.planning.forecast import forecast
@@ -16,8 +18,7 @@ from raypp.planning.machines import Machines
 from raypp.planning.plan import make_plan
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.sizes import sizes_of
-from raypp.spec.job import Job
-from raypp.spec.lora import lowest_trained
+from raypp.stages.models.stage import build_stage
 
 BF16 = {"precision": "bf16"}
 
@@ -26,16 +27,39 @@ def lora_job(kind: str = "llama", lora: dict[str, Any] | None = None, **sections
     return job_with(model={"kind": kind, "lora": lora or {"rank": 8}}, **{"train": BF16, **sections})
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_sizes_are_those_of_the_model_that_is_built(kind: str) -> None:
-    options = lora_job(kind).model
-    stage, sizes = build_stage(options, range(8), first=True, last=True), sizes_of(options)
-    trained = [p for p in stage.parameters() if p.requires_grad]
-    assert sizes.whole == sum(p.numel() for p in stage.parameters())
-    assert sizes.stage_trained(range(8), first=True, last=True)[0] == sum(p.numel() for p in trained)
-    assert all(p.dtype == torch.bfloat16 for p in stage.parameters() if not p.requires_grad)
-    assert all(p.dtype == torch.float32 for p in trained)
-    assert max(layer.largest for layer in sizes.layers) == max(p.numel() for p in trained)
+@pytest.mark.parametrize(
+    ("kind", "tied", "also"),
+    [("llama", True, ["lm_head"]), ("llama", False, ["embed_tokens", "norms"]), ("qwen3_moe", False, ["lm_head"])],
+)
+def test_sizes_are_those_of_the_model_that_is_built(kind: str, tied: bool, also: list[str]) -> None:
+    lora = {"rank": 8, "also_train": also}
+    options = job_with(model={"kind": kind, "tie_embeddings": tied, "lora": lora}, train=BF16).model
+    sizes = sizes_of(options)
+    for layers, first, last in ((range(3), True, False), (range(3, 8), False, True), (range(8), True, True)):
+        stage = build_stage(options, layers, first=first, last=last)
+        trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        assert sizes.stage_parameters(layers, first=first, last=last) == sum(map(torch.numel, stage.parameters()))
+        assert sizes.stage_trained(layers, first=first, last=last)[0] == sum(map(torch.numel, trained.values()))
+        assert all(p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16) for p in stage.parameters())
+    assert max(layer.largest for layer in sizes.layers) == max(
+        trained[name].numel() for name in trained if "lora" in name
+    )
+    assert sorted(trained_names(options)) == sorted(trained)
+
+
+@pytest.mark.parametrize("base", ["bf16", "int8"])
+def test_what_trains_beside_adapters_counts_as_trained_and_moves_the_lowest_backward(base: str) -> None:
+    def job(*also: str) -> Job:
+        lora = {"rank": 8, "base": base, "targets": ["layers.7.mlp.down_proj"], "also_train": also}
+        return lora_job(lora=lora, pipeline={"layers_per_stage": [4, 4]})
+
+    adapters, matrix = make_plan(job()).memory, job().model.vocab_size * job().model.hidden_size
+    for part, rank, lowest in (("lm_head", 1, 7), ("embed_tokens", 0, 0)):
+        more = make_plan(job(part)).memory
+        assert more[rank].optimizer - adapters[rank].optimizer == 8 * matrix
+        assert more[rank].weights - adapters[rank].weights == (4 + 2 - 2) * matrix, "a master and its copy"
+        assert resolve_pipeline(job(part)).trained == (rank == 0, True)
+        assert lowest_trained(job(part).model) == lowest
 
 
 def test_memory_is_that_of_the_frozen_weights_and_of_the_adapters_state() -> None:

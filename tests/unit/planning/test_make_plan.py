@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from planned_jobs import job_with
 
-from raypp.models.stage import build_stage
 from raypp.planning.flops import flops_per_token
 from raypp.planning.plan import Grounds, Plan, make_plan
+from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.planning.sizes import sizes_of
-from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.stages.models.stage import build_stage
 
 
 def test_a_plan_names_every_rank_its_stages_and_layers() -> None:

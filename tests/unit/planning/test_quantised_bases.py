@@ -8,17 +8,17 @@ import pytest
 from planned_jobs import job_with
 from torch import nn
 
-from raypp.models.quantised import store_rest
-from raypp.models.stage import build_stage
-from raypp.parallel.apply import compute_dtype
+from raypp.job.job import Job
+from raypp.job.lora import BASES
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, dequantise_seconds
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Machines
 from raypp.planning.memory import base_bytes, product_bytes
 from raypp.planning.plan import make_plan
-from raypp.spec.job import Job
-from raypp.spec.lora import BASES
+from raypp.stages.models.quantised import store_rest
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import compute_dtype
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 192}
 
@@ -81,8 +81,8 @@ def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
 
     assert problems("int8", 192) == []
     assert problems("fp32", 193) == []
-    (told,) = problems("int8", 193)
-    assert "matrices in int8 are cut between rows (model.expert_ffn_size 193, model.hidden_size 256" in told
+    (said,) = problems("int8", 193)
+    assert "matrices in int8 are cut between rows (model.expert_ffn_size 193, model.hidden_size 256" in said
 
 
 @pytest.mark.parametrize("base", BASES)

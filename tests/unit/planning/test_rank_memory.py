@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from planned_jobs import job_with
 
+from raypp.job.job import Job
 from raypp.planning.activations import stage_activation_bytes
 from raypp.planning.host_memory import HostMemory, host_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import rank_memory
 from raypp.planning.plan import make_plan
 from raypp.planning.resolve import resolve_pipeline
-from raypp.spec.job import Job
 
 GIB = 1024**3
 LARGE = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632, "num_layers": 8}

@@ -11,14 +11,14 @@ from planned_jobs import job_with
 
 from raypp.api.checked_job import grounds_of
 from raypp.errors import JobError
+from raypp.job.checks import check_training
+from raypp.job.job import Job
 from raypp.planning.costs import DEVICES, device_named
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Link, Machines
 from raypp.planning.memory import peak_memory
 from raypp.planning.plan import Grounds
 from raypp.planning.reduction import decide_reduction, reduction_on
-from raypp.spec.checks import check_training
-from raypp.spec.job import Job
 
 WIDE = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "ffn_size": 5504, "vocab_size": 32000}
 
@@ -101,13 +101,18 @@ def test_sums_in_every_backward_cost_their_time_over_a_slow_link() -> None:
         ("NVIDIA L4", "l4"),
         ("GB200", "gb200"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("V100", "v100-16"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("Tesla V100S-PCIE-32GB", "v100-32"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
     ],
 )
 def test_a_device_is_understood_as_people_and_drivers_name_it(typed: str, name: str) -> None:
     assert device_named(typed).name == name
 
 
-@pytest.mark.parametrize("typed", ["V100", "Tesla T4", "H20", "rtx4900", ""])
+@pytest.mark.parametrize("typed", ["P100", "Tesla T40", "H20", "rtx4900", ""])
 def test_another_device_is_refused_with_those_that_are_known(typed: str) -> None:
     with pytest.raises(JobError, match="unknown"):
         device_named(typed)

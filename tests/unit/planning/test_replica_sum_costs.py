@@ -8,13 +8,13 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError
+from raypp.job.job import Job
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.memory import stage_trained
 from raypp.planning.plan import Grounds, make_plan, with_every_steps
 from raypp.planning.search import advice
-from raypp.spec.job import Job
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 MESH = {"pp": 2, "dp_replicate": 2}

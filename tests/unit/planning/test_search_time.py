@@ -9,10 +9,10 @@ from planned_jobs import job_with
 from stand_in_clock import StandInClock
 
 from raypp.errors import ResourcesError
+from raypp.job.job import Job
 from raypp.planning import fit_search, search
 from raypp.planning.costs import DEVICES, computed_costs
 from raypp.planning.machines import Machines
-from raypp.spec.job import Job
 
 PATIENCE_S = 2.0
 """Of a clock that goes on by a second whenever a search looks. Without a limit, searches of these
@@ -35,8 +35,7 @@ LARGE = {
 
 
 every_case = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.gate if case == "many-rows" else ()) for case in LARGE],
+    "case", [pytest.param(case, marks=pytest.mark.gate if case == "many-rows" else ()) for case in LARGE]
 )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from raypp.job.job import Job
+from raypp.job.job_file import load_job
+from raypp.job.load import parse_job
 from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.search import search
-from raypp.spec.job import Job
-from raypp.spec.job_file import load_job
-from raypp.spec.load import parse_job
 
 JOBS = Path(__file__).parents[3] / "jobs"
 PLAIN = {"num_heads": 32, "vocab_size": 32000, "hidden_size": 4096, "num_layers": 32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death, oom_kills_in
+from raypp.control.recovery.cause_of_death import DeathEvidence, cause_of_death, oom_kills_in
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -29,7 +29,7 @@ def test_ray_says_when_its_memory_monitor_did_it() -> None:
     assert cause_of_death(7, text, DeathEvidence()).kind == "out_of_memory"
 
 
-def test_an_exit_by_itself_and_a_request_to_end_are_told() -> None:
+def test_an_exit_by_itself_and_a_request_to_end_are_reported() -> None:
     assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", DeathEvidence()).cause
     assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", DeathEvidence()).cause
 

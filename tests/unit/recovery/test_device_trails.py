@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from raypp.mesh.geometry import Mesh
-from raypp.pipeline.runtime import lower
+from raypp.control.recovery.hang_analysis import Blame, RankActivity, find_culprit
+from raypp.job.load import parse_job
+from raypp.planning.geometry import Mesh
 from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.schedules.posting import posting_on
+from raypp.planning.schedules.waiting import arrivals
 from raypp.records import Coordinates
-from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
-from raypp.schedules.posting import posting_on
-from raypp.schedules.waiting import arrivals
-from raypp.spec.load import parse_job
+from raypp.stages.pipeline.runtime import lower
 from raypp.torch_private import Computation
 
 MICROBATCHES = 6

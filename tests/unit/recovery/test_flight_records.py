@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raypp.recovery.flight_records import WITHOUT, pending, stuck_collectives
-from raypp.recovery.node_pairs import failing_nodes, ring_rounds
+from raypp.control.recovery.flight_records import WITHOUT, pending, stuck_collectives
+from raypp.control.recovery.node_pairs import failing_nodes, ring_rounds
 
 LABELS = {rank: f"pp0-fsdp{rank}" for rank in range(3)}
 
@@ -50,7 +50,7 @@ def test_a_rank_that_is_further_has_done_it_and_one_without_a_record_is_named() 
     assert second == "no flight record of pp0-fsdp2"
 
 
-def test_messages_are_told_by_their_ends() -> None:
+def test_messages_are_reported_by_their_ends() -> None:
     waits = [entry(4, "started", "nccl:recv 1<-0", ("5", "pp")), entry(5, "scheduled", "nccl:send 1->0", ("5", "pp"))]
     assert stuck_collectives({0: record(), 1: record(*waits), 2: record()}, LABELS) == [
         "pp0-fsdp1: nccl:recv 1<-0 in pp, started",
@@ -78,7 +78,7 @@ def test_what_gloo_records_has_begun_where_it_is_not_retired() -> None:
     ],
     ids=["built without", "no answer", "damaged", "another format"],
 )
-def test_records_that_say_nothing_are_told_as_such(records: dict[int, str], said: str) -> None:
+def test_records_that_say_nothing_are_reported_as_such(records: dict[int, str], said: str) -> None:
     assert said in stuck_collectives(records, LABELS)[0]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypp.control.recovery.hang_analysis import RankActivity, find_culprit
 from raypp.records import Coordinates
-from raypp.recovery.hang_analysis import RankActivity, find_culprit
 
 STAGES = [0, 1, 2, 3]
 
@@ -50,7 +50,7 @@ def test_a_long_chain_is_followed_to_its_end() -> None:
     assert blame.cause.endswith("which has been computing forward 4 of stage 3 for 80 s (`step 3F4`)")
 
 
-def test_a_frozen_rank_is_blamed_although_it_told_last_that_it_moved() -> None:
+def test_a_frozen_rank_is_blamed_although_it_reported_last_that_it_moved() -> None:
     blame = find_culprit(ranks("step 0B0 waits", "step 1F7", "step agree", still=(70, 66, 70), silent=(1,)), STAGES)
     assert blame.rank == 1 and "has not reported for 66 s" in blame.cause
 
@@ -62,7 +62,7 @@ def test_a_rank_that_froze_in_a_collective_is_not_in_it() -> None:
         assert blame.cause.startswith(f"pp0 (rank 0, node node-0, pid 100) waits for {name} with pp1")
 
 
-def test_ranks_that_wait_for_each_other_are_told_as_a_ring_and_none_is_blamed() -> None:
+def test_ranks_that_wait_for_each_other_are_reported_as_a_ring_and_none_is_blamed() -> None:
     blame = find_culprit(ranks("step 0B3 waits", "step 1F4 waits", still=(70, 90)), STAGES)
     assert blame.ring and blame.rank is None
     assert "ranks have waited for each other for 90 s" in blame.cause
@@ -76,7 +76,7 @@ def test_a_rank_that_reads_its_data_holds_up_the_agreement() -> None:
     assert "has been waiting for its data for 61 s" in blame.cause
 
 
-def test_a_rank_that_waits_for_the_store_is_told_as_that() -> None:
+def test_a_rank_that_waits_for_the_store_is_reported_as_that() -> None:
     for phase in ("save step 10 waits for the save of step 5", "load"):
         blame = find_culprit(ranks("step agree", phase, still=(60, 61)), STAGES)
         assert blame.rank == 1 and "has been waiting for the store for 61 s" in blame.cause
@@ -111,12 +111,7 @@ def test_in_the_sums_of_gradients_the_replica_that_is_not_there_is_blamed() -> N
     def of(rank: int, pp: int, replica: int, phase: str) -> RankActivity:
         return RankActivity(rank, f"pp{pp}-dp{replica}", Coordinates(pp, replica), phase, 61.0)
 
-    everyone = [
-        of(0, 0, 0, "step sums"),
-        of(1, 0, 1, "step 0B7"),
-        of(2, 1, 0, "step sum"),
-        of(3, 1, 1, "step sum"),
-    ]
+    everyone = [of(0, 0, 0, "step sums"), of(1, 0, 1, "step 0B7"), of(2, 1, 0, "step sum"), of(3, 1, 1, "step sum")]
     blame = find_culprit(everyone, [0, 1])
     assert blame.rank == 1
     assert "waits for the sum of gradients with pp0-dp1 (rank 1)" in blame.cause
@@ -161,7 +156,7 @@ PHASES = st.one_of(
         max_size=4,
     )
 )
-def test_whatever_the_ranks_do_the_cause_is_told_in_words_of_bounded_length(
+def test_whatever_the_ranks_do_the_cause_is_reported_in_words_of_bounded_length(
     marks: list[tuple[str, float, bool, str, int]],
 ) -> None:
     activities = [

@@ -17,19 +17,12 @@ from hypothesis import strategies as st
 
 from raypp.control import machine as m
 from raypp.control.machine_log import MachineLog
+from raypp.control.recovery.policy import AttemptEnd, GiveUp, Policy, Restart, policy_of, restarts_without_progress
 from raypp.errors import EXIT_RUN_FAILED, EXIT_USAGE
 from raypp.failure_kinds import FailureKind
+from raypp.job.job import RecoverySection
 from raypp.kinds import POLICIES
 from raypp.records import RankFailure, RunState
-from raypp.recovery.policy import (
-    AttemptEnd,
-    GiveUp,
-    Policy,
-    Restart,
-    policy_of,
-    restarts_without_progress,
-)
-from raypp.spec.job import RecoverySection
 from raypp.storage.directory import DirectoryStore
 
 KINDS = list(FailureKind)
@@ -186,7 +179,7 @@ def test_the_traits_of_a_kind_do_not_contradict_each_other(kind: FailureKind) ->
     assert not (traits.witness and (traits.permanent or traits.recurring)), "a witness explains nothing"
 
 
-def test_the_page_on_reliability_tells_of_every_kind() -> None:
+def test_the_page_on_reliability_has_every_kind() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reliability.md").read_text(encoding="utf-8")
     table = page.partition("| kind |")[2].partition("\n\n")[0].splitlines()[2:]
     kinds = [word for row in table for word in re.findall(r"`(\w+)`", row.split("|")[1])]

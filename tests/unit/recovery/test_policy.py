@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from raypp.control.recovery.policies.default import DefaultPolicy
+from raypp.control.recovery.policy import AttemptEnd, GiveUp, Restart, restarts_without_progress, root_cause
 from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure
-from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import AttemptEnd, GiveUp, Restart, restarts_without_progress, root_cause
 
 
 def failure(kind: str = "killed", cause: str = "gone", step: int = 5, rank: int = 1) -> RankFailure:

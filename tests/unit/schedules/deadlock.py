@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
-from raypp.schedules.action import Action
-from raypp.schedules.communication import Line, Message, Receive, Send, needed_by
+from raypp.planning.schedules.action import Action
+from raypp.planning.schedules.communication import Line, Message, Receive, Send, needed_by
 
 Rule = Literal["gloo", "nccl", "queues", "blocking"]
 GroupOf = Callable[[Message, int, int], str]
@@ -44,15 +44,7 @@ def find_hangs(
     room: int = 0,
     group_of: GroupOf = by_direction,
 ) -> list[str]:
-    """Describes what hangs or receives the wrong message; empty if every line completes.
-
-    Args:
-        lines: The lines of all ranks, from `with_messages`.
-        rank_of_stage: Pipeline rank of every stage.
-        rule: How messages are delivered.
-        room: For `blocking`: messages that a channel accepts before their receives are posted.
-        group_of: Which group carries a message.
-    """
+    """Describes what hangs or receives the wrong message; empty if every line completes."""
     play = _Play(lines, rank_of_stage, rule, room, group_of)
     while sum(play.advance(rank) for rank in sorted(lines)):
         pass

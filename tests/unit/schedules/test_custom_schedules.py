@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from raypp.errors import JobError
-from raypp.schedules.action import printed
-from raypp.schedules.catalogue import build_program, schedule_named
+from raypp.planning.schedules.action import printed
+from raypp.planning.schedules.catalogue import build_program, schedule_named
 
 OWN = """
 def backwards_first(pp, stages_per_rank, microbatches, lookahead=0):
@@ -60,14 +60,11 @@ def test_a_function_may_ask_for_a_v(own: str) -> None:
         ("nonsense", "'hello' is not an action"),
         ("number", "is not a function"),
         ("absent", "has no 'absent'"),
-        (
-            "raises",
-            "raises, called with pp 2, .*, raised KeyError: 'nothing' .at .*own_schedules.py:15 in raises: ",
-        ),
+        ("raises", "raises, called with pp 2, .*, raised KeyError: 'nothing' .at .*own_schedules.py:15 in raises: "),
         ("few", "few, .*, raised TypeError: few.. takes 1 positional argument"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told(own: str, name: str, message: str) -> None:
+def test_what_is_wrong_with_a_function_is_reported(own: str, name: str, message: str) -> None:
     with pytest.raises(JobError, match=message) as caught:
         build_program(f"{own}:{name}", 2, 1, 2)
     assert {problem.key for problem in caught.value.problems} == {"pipeline.schedule"}
@@ -88,7 +85,7 @@ def test_a_table_may_lie_in_a_v(tmp_path: Path) -> None:
     build_program(str(table), 2, 2, 1)
 
 
-def test_mistakes_in_a_table_are_told_with_their_line(tmp_path: Path) -> None:
+def test_mistakes_in_a_table_are_reported_with_their_line(tmp_path: Path) -> None:
     table = tmp_path / "own.csv"
     table.write_text("0F0,0B0\n1F0,1Q0\n")
     with pytest.raises(JobError, match=r"own.csv:2: '1Q0' is not an action"):

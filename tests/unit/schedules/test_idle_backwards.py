@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 from deadlock import find_hangs
 
-from raypp.mesh.seating import place_stages
-from raypp.schedules.action import Program, printed, stages_with_backward, without_idle_backwards
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.communication import Send
-from raypp.schedules.posting import with_messages
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.planning.schedules.action import Program, printed, stages_with_backward, without_idle_backwards
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.communication import Send
+from raypp.planning.schedules.posting import with_messages
+from raypp.planning.schedules.simulate import StageTimes, simulate
+from raypp.planning.seating import place_stages
 
 PP = 2
 MICROBATCHES = 8

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.seating import place_stages
-from raypp.schedules.action import Action, parse_actions, printed, splits_backward
-from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
-from raypp.schedules.one_f_one_b import build as build_1f1b
-from raypp.schedules.simulate import StageTimes, simulate
-from raypp.schedules.validity import check_program
+from raypp.planning.schedules.action import Action, parse_actions, printed, splits_backward
+from raypp.planning.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
+from raypp.planning.schedules.one_f_one_b import build as build_1f1b
+from raypp.planning.schedules.simulate import StageTimes, simulate
+from raypp.planning.schedules.validity import check_program
+from raypp.planning.seating import place_stages
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20), st.integers(0, 2))
 times = st.floats(0.1, 3)
@@ -148,7 +148,7 @@ def test_stages_per_rank_that_a_schedule_cannot_do_are_refused() -> None:
         build_program("zbv", 2, 1, 4)
 
 
-def test_an_unknown_schedule_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_schedule_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(JobError, match="did you mean 'gpipe'"):
         build_program("gpip", 2, 1, 4)
 

@@ -7,16 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from raypp.schedules.action import Program, parse_actions
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.one_f_one_b import build as build_1f1b
-from raypp.schedules.simulate import Simulator, StageTimes, Timeline, simulate
+from raypp.planning.schedules.action import Program, parse_actions
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.one_f_one_b import build as build_1f1b
+from raypp.planning.schedules.simulate import Simulator, StageTimes, Timeline, simulate
 
-CROSSING: Program = {
-    0: parse_actions("0F0 0F1 0B0"),
-    1: parse_actions("1F0 1F1 1B0"),
-    2: parse_actions("2F0 2B0 2F1"),
-}
+CROSSING: Program = {0: parse_actions("0F0 0F1 0B0"), 1: parse_actions("1F0 1F1 1B0"), 2: parse_actions("2F0 2B0 2F1")}
 """Rank 1 sends the activation of 1F1 to rank 2 and the gradient of 1B0 to rank 0."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raypp.planning.plan import bubble_fraction, bubble_overhead
-from raypp.schedules.action import parse_actions
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.one_f_one_b import build as build_1f1b
-from raypp.schedules.picture import draw
-from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.planning.schedules.action import parse_actions
+from raypp.planning.schedules.catalogue import build_program
+from raypp.planning.schedules.one_f_one_b import build as build_1f1b
+from raypp.planning.schedules.picture import draw
+from raypp.planning.schedules.simulate import StageTimes, Timeline, simulate
 
 
 def times_of(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:

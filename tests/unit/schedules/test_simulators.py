@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.seating import place_stages
-from raypp.schedules.action import Action
-from raypp.schedules.catalogue import SCHEDULES, build_program, size_problems
-from raypp.schedules.communication import Line, Receive, sent_by
-from raypp.schedules.simulate import Simulator, StageTimes
-from raypp.schedules.waiting import without_repeats
+from raypp.planning.schedules.action import Action
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, size_problems
+from raypp.planning.schedules.communication import Line, Receive, sent_by
+from raypp.planning.schedules.simulate import Simulator, StageTimes
+from raypp.planning.schedules.waiting import without_repeats
+from raypp.planning.seating import place_stages
 
 SIZES = [(1, 1, 3), (2, 1, 5), (2, 2, 5), (3, 2, 8), (4, 1, 16), (4, 2, 9), (4, 3, 12)]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from raypp.mesh.seating import place_stages
-from raypp.pipeline.runtime import lower
-from raypp.schedules.action import Action, Program, without_idle_backwards
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.posting import Posting
-from raypp.schedules.waiting import arrivals, waiting_sends, without_repeats
+from raypp.planning.schedules.action import Action, Program, without_idle_backwards
+from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.planning.schedules.posting import Posting
+from raypp.planning.schedules.waiting import arrivals, waiting_sends, without_repeats
+from raypp.planning.seating import place_stages
+from raypp.stages.pipeline.runtime import lower
 from raypp.torch_private import Computation, LoweredAction
 
 SENDS = {Computation.SEND_F: "F", Computation.SEND_B: "B"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from store_contract import assert_one_of_eight_writers_wins
 
-from raypp.checkpoint.commit import claim_next_attempt
-from raypp.checkpoint.retention import find_leftovers, remove_leftovers
+from raypp.state.checkpoint.commit import claim_next_attempt
+from raypp.state.checkpoint.retention import find_leftovers, remove_leftovers
 from raypp.storage import AlreadyExists, StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -28,14 +28,14 @@ def test_a_write_goes_on_while_others_leftovers_are_removed(store: DirectoryStor
     def chunks():
         yield b"1"
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         yield b"2"
 
     writer = threading.Thread(target=store.put_stream, args=("kjv/step-00000010/attempt-2/x", chunks(), 2))
     claim_next_attempt(store, "kjv")
     claim_next_attempt(store, "kjv")
     writer.start()
-    begun.wait(10)
+    begun.wait(60)
     remove_leftovers(store, "kjv", find_leftovers(store, "kjv"))
     go_on.set()
     writer.join()
@@ -75,7 +75,7 @@ def test_a_link_whose_answer_was_lost_counts_as_ours_and_only_ours(
     assert store.get("a/COMMIT") == b"ours"
 
 
-def test_without_hard_links_still_one_writer_wins_and_people_are_told(
+def test_without_hard_links_still_one_writer_wins_and_the_limitation_is_reported(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_source: Path, _target: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_a_killed_writer_left_is_swept_by_probe_after_a_day(store: Director
     assert not left.exists()
 
 
-def test_a_file_where_a_folder_is_needed_is_told(store: DirectoryStore) -> None:
+def test_a_file_where_a_folder_is_needed_is_reported(store: DirectoryStore) -> None:
     store.put("a", b"")
     with pytest.raises(StoreError, match="a file is where a folder is needed"):
         store.put("a/b", b"", if_absent=True)
@@ -118,13 +118,13 @@ def test_a_file_where_a_folder_is_needed_is_told(store: DirectoryStore) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(AccessRefused, match="not allowed"):
         open_store(str(tmp_path / "new")).probe()
 
 
-def test_a_link_to_nothing_as_a_store_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_nothing_as_a_store_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a disk is not mounted."""
     (tmp_path / "store").symlink_to(tmp_path / "gone" / "disk")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("tried again"))

@@ -64,14 +64,14 @@ def test_a_document_of_the_shape_is_read() -> None:
         (b'{"run": ' + b"9" * 5000 + b"}", "COMMIT: "),
     ],
 )
-def test_any_other_is_told_by_the_place_of_the_fault(data: bytes, said: str) -> None:
+def test_any_other_is_reported_by_the_place_of_the_fault(data: bytes, said: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         parse_as(Whole, data, "COMMIT")
     assert said in str(caught.value) and "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize("data", [b"NaN", b"[Infinity]", b"1e", b"[" * 100_000, b"9" * 5000, b"\xff\xfe", b"{1: 2}"])
-def test_what_is_no_json_is_told(data: bytes) -> None:
+def test_what_is_no_json_is_reported(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="place"):
         parse_json(data, "place")
 

@@ -19,7 +19,7 @@ def test_a_regular_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
         read_file(path, 4)
 
 
-def test_anything_else_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anything_else_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()

@@ -44,7 +44,7 @@ def test_a_header_is_read_with_its_metadata_in_the_order_of_the_file() -> None:
         (b"[" + b'{"a":"b"},' * 1000 + b"{}]", "too many objects that are not tensors"),
         (_text(__metadata__={"format": 1}), "__metadata__ is not an object of texts"),
         (_text(__metadata__=[1]), "__metadata__ is not an object of texts"),
-        (_with(dtype="F8_E4M3"), 'cannot read the dtype "F8_E4M3"'),
+        (_with(dtype="F8_E5M2"), 'cannot read the dtype "F8_E5M2"'),
         (_with(dtype=["F32"]), "cannot read the dtype a list"),
         (_with(shape=[-2, -3]), "shape is not a list"),
         (_with(shape=[2.0, 3]), "shape is not a list"),

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stand_in_clock import StandInClock
 
+from raypp.control.hang_watch import HangWatch
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report import reporter as reporter_module
-from raypp.control.report.reporter import ControllerReporter, LogTail, ReportBuffer, ReportRoute
+from raypp.control.report.reporter import ControllerReporter, LogTail, ReportBuffer
+from raypp.control.seats import Rank
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
@@ -24,7 +28,7 @@ SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
 def test_a_rank_whose_log_is_on_a_full_disk_reports_on_after_its_controller_was_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First nobody answers, then the controller without the relay; each is a line for the log."""
+    """First nobody answers, which is a line for the log."""
     tried: list[ReportBatch] = []
     taken: list[ReportBatch] = []
 
@@ -35,16 +39,13 @@ def test_a_rank_whose_log_is_on_a_full_disk_reports_on_after_its_controller_was_
         taken.append(batch)
         return BatchAnswer(Requests(), "second")
 
-    def relayed(batch: ReportBatch) -> BatchAnswer:
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(ReportRoute, "_answer", lambda _self, handle, batch, _timeout_s: handle(batch))
+    monkeypatch.setattr(ControllerReporter, "_sent", lambda _self, batch: direct(batch))
     monkeypatch.setattr(reporter_module, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(reporter_module, "_AWAY_S", 0.01)
     full = io.TextIOWrapper(cast(Any, io.FileIO("/dev/full", "w")), line_buffering=True)
     monkeypatch.setattr(sys, "stderr", full)
     monkeypatch.setattr(sys, "stdout", full)
-    with ControllerReporter(direct, SEAT, (), relayed) as reporter:
+    with ControllerReporter(None, SEAT, ()) as reporter:
         reporter.event(Event("lived", "here", attempt=1, rank=1))
         end = time.monotonic() + 60.0
         while len(taken) < 3 and time.monotonic() < end:
@@ -120,7 +121,7 @@ def _answer(life: int, durable: int = 0) -> BatchAnswer:
     return BatchAnswer(Requests(), str(life), durable)
 
 
-def test_what_is_in_the_store_is_not_kept_and_what_is_not_is_told_to_the_next_life() -> None:
+def test_what_is_in_the_store_is_not_kept_and_what_is_not_is_sent_to_the_next_life() -> None:
     buffer = ReportBuffer(SEAT)
     for number in range(3):
         buffer.add_event(Event("one", str(number)))
@@ -141,6 +142,41 @@ def test_what_nobody_took_waits_before_what_is_newer_and_the_oldest_go_first() -
     for number in range(5):
         buffer.add_event(Event("one", str(number)))
     assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2", "3", "4"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(("event", "report", "away", "write", "die")), max_size=25))
+def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_takes_one_twice(moves: list[str]) -> None:
+    buffer, count, stored = ReportBuffer(SEAT), 0, list[str]()
+    life, taken, durable = 1, list[ReportBatch](), 0
+    for move in [*moves, "report", "report", "write"]:
+        if move == "event":
+            buffer.add_event(Event("one", str(count)))
+            count += 1
+        elif move == "write":
+            stored += [event.message for one in taken for event in one.events]
+            durable = max([durable, *(one.number for one in taken)])
+            taken.clear()
+        elif move == "die":
+            life, durable = life + 1, 0
+            taken.clear()
+        elif move == "report":
+            taken.append(buffer.next_batch("step", 0.0))
+            buffer.sent(taken[-1], _answer(life, durable))
+        else:
+            buffer.requeue(buffer.next_batch("step", 0.0))
+    if "die" not in moves:
+        assert stored == [str(number) for number in range(count)]
+    left = buffer.unwritten()
+    for known in (set(stored), {*stored, *(event.message for event in (left.events if left else ()))}):
+        assert sorted(known, key=int) == [str(number) for number in range(count)]
+
+
+def test_many_ranks_report_less_often_and_the_hang_watch_waits_for_it() -> None:
+    assert [reporter_module.interval_s(world) for world in (1, 31, 125, 1000, 9999)] == [0.25, 0.25, 1.0, 8.0, 10.0]
+    ranks = [Rank(number, "", Coordinates(), number, "") for number in range(1000)]
+    watch = HangWatch(ranks, 1.0, now=0.0)
+    assert not watch._overdue(7, 13.0) and watch._overdue(7, 13.1)
 
 
 def test_a_line_without_an_end_is_cut_and_marked_and_copies_little(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The line of runs that wait for devices."""

@@ -1,0 +1,181 @@
+"""What the line needs to know of a cluster, asked from inside: tickets, room, who holds devices and
+until when."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+from ray.util.placement_group import placement_group_table
+
+from raypp.control.clusters.known_runs import cluster_name
+from raypp.control.protocol import NAMESPACE
+from raypp.control.queue import rules
+from raypp.control.queue.line import Room, Running, expected_starts, next_move, with_holds
+from raypp.control.queue.ticket import Ticket
+from raypp.control.ray_nodes import free_per_node
+from raypp.errors import RayppError
+
+_SPACE = "raypp-queue"
+"""Namespace of the tickets in Ray's key-value store."""
+_ASK_EVERY_S, _ASK_S = 5.0, 3.0
+
+
+def ready(waiting: Sequence[Ticket], started: Sequence[Ticket] = ()) -> list[Ticket]:
+    """Returns the runs that wait for devices only: what they come after has ended, in whatever way.
+    Their drivers look how."""
+    names = {run: cluster_name(*run.rsplit("/", 1)) for ticket in waiting for run in ticket.after}
+    awaited = set(names.values())
+    living = awaited & {ticket.name for ticket in (*waiting, *started)}
+    for name in awaited - living:
+        with contextlib.suppress(ValueError):  # it has no controller
+            ray.get_actor(f"raypp/{name}", namespace=NAMESPACE)
+            living.add(name)
+    if awaited - living:  # a job that has just begun has no controller yet
+        living |= {name for name, job in _jobs_of_runs() if not job.status.is_terminal()}
+    return [ticket for ticket in waiting if not any(names[run] in living for run in ticket.after)]
+
+
+@dataclass
+class Line:
+    """The tickets of a cluster, in order. `damaged`: what could not be read, and why."""
+
+    waiting: list[Ticket] = field(default_factory=list)
+    started: list[Ticket] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls) -> Line:
+        """Reads them all; the rest goes on without a damaged one."""
+        line = cls()
+        for key in _internal_kv_list("", namespace=_SPACE):
+            try:
+                ticket = read(key.decode(errors="replace"))
+            except RayppError as error:
+                line.damaged.append(str(error))
+                continue
+            if ticket is not None:
+                (line.started if ticket.started else line.waiting).append(ticket)
+        line.waiting.sort(key=lambda ticket: ticket.waiting.turn)
+        return line
+
+
+def write(ticket: Ticket) -> None:
+    """Puts a ticket into the line, or replaces it."""
+    _internal_kv_put(ticket.name, ticket.encoded(), namespace=_SPACE)
+
+
+def read(name: str) -> Ticket | None:
+    """Returns the ticket of a run, by its name on the cluster. Raises CheckpointError: damaged."""
+    data = _internal_kv_get(name, namespace=_SPACE)
+    return None if data is None else Ticket.read(data, f"the ticket {name} in the line")
+
+
+def remove(ticket: Ticket) -> None:
+    """Takes a run out of the line. Unless it has started, also what the cluster keeps for its job:
+    package and keys."""
+    _internal_kv_del(ticket.name, namespace=_SPACE)
+    environment = ticket.document["runtime_env"]
+    for key in () if ticket.started else (environment["working_dir"], *environment["env_vars"].values()):
+        if key.startswith("gcs://"):
+            _internal_kv_del(key)
+
+
+def jobs_client() -> JobSubmissionClient:
+    """Returns a client of this cluster's dashboard. Raises ConnectionError: it does not answer."""
+    return JobSubmissionClient(ray.get_runtime_context().gcs_address)
+
+
+def _jobs_of_runs() -> list[tuple[str, JobDetails]]:
+    """Returns the Ray jobs of runs, each with the name by which the cluster calls its run."""
+    jobs = [(job.metadata or {}, job) for job in jobs_client().list_jobs()]
+    return [(cluster_name(known["raypp_url"], known["raypp_run"]), job) for known, job in jobs if "raypp_run" in known]
+
+
+def job_state(ticket: Ticket) -> JobStatus | None:
+    """Returns the state of the run's Ray job; None: it was not submitted."""
+    jobs = jobs_client().list_jobs()
+    return next((job.status for job in jobs if job.submission_id == ticket.submission_id), None)
+
+
+class Devices:
+    """Who holds devices and until when, and which are free. `held`: what each run has, by its name
+    on the cluster. `pending`: runs whose placement group waits for room."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, tuple[float, float]]] = {}
+        self.pending: list[str] = []
+        self._ends: dict[str, tuple[float, float | None]] = {}
+
+    def look(self) -> None:
+        """Asks Ray for placement groups."""
+        self.held, self.pending = {}, []
+        for group in placement_group_table().values():
+            run, _, spares = str(group["name"]).removeprefix("raypp/").partition("/")
+            if not group["name"].startswith("raypp/") or group["state"] == "REMOVED":
+                continue
+            if group["state"] != "CREATED":
+                self.pending += [] if spares else [run]
+                continue
+            here = self.held.setdefault(run, {})
+            for index, node in group["bundles_to_node_id"].items():
+                bundle, (cpus, gpus) = group["bundles"][index], here.get(node, (0.0, 0.0))
+                here[node] = (cpus + bundle.get("CPU", 0.0), gpus + bundle.get("GPU", 0.0))
+
+    def free(self) -> Room:
+        """Returns what is free on each living node, by id."""
+        return {node: (free.get("CPU", 0.0), free.get("GPU", 0.0)) for node, free in free_per_node().items()}
+
+    def running(self) -> list[Running]:
+        """Returns the runs that hold devices. Their controllers say when they end; each is asked
+        every some seconds."""
+        now, asked = time.monotonic(), dict[Any, str]()
+        for name in self.held:
+            if now - self._ends.get(name, (-_ASK_EVERY_S, None))[0] >= _ASK_EVERY_S:
+                self._ends[name] = (now, None)
+                with contextlib.suppress(ValueError):  # its controller is gone
+                    asked[ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).facts.remote(0.0)] = name
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S) if asked else ([], [])
+        for one in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                left = ray.get(one).get("left_s")
+                self._ends[asked[one]] = (now, None if left is None else time.time() + float(left))
+        self._ends = {name: self._ends[name] for name in self.held}
+        return [Running(name, holds, self._ends[name][1]) for name, holds in self.held.items()]
+
+
+def view(line: Line, devices: Devices) -> dict[str, Any]:
+    """Returns the line and the runs that hold devices, as `raypp queue --json` shows them."""
+    devices.look()
+    order, running, now = [one.waiting for one in ready(line.waiting, line.started)], devices.running(), time.time()
+    asked = rules.read(line.damaged)
+    free, taken = with_holds(devices.free(), running, rules.held_nodes(asked))
+    starts, (_, why) = expected_starts(order, free, taken, now), next_move(order, free, taken, now)
+    if any(not rule.node for rule in asked):
+        starts, why = {}, ""  # while the line is paused
+    waiting = [
+        {key: getattr(one, key) for key in ("run", "url", "user", "priority", "number")}
+        | {"needs": str(one.need), "place": place, "since": one.at, "planned_s": one.seconds}
+        | {"expected_start": starts.get(one.name), "after": one.after}
+        for place, one in enumerate(line.waiting, 1)
+    ]
+    shown = {"rules": [asdict(rule) for rule in asked], "why": why, "damaged": line.damaged}
+    return {"running": _running(running), "waiting": waiting, **shown}
+
+
+def _running(running: Iterable[Running]) -> list[dict[str, Any]]:
+    its = {name: (job.metadata or {}, job.start_time) for name, job in _jobs_of_runs()}
+    rows = []
+    for one in running:
+        known, since = its.get(one.name, ({}, None))
+        names = {key: known.get(f"raypp_{key}") for key in ("url", "user")}
+        cpus, gpus = (sum(amounts) for amounts in zip(*one.holds.values(), strict=True))
+        times = {"since": since and since / 1000, "expected_end": one.ends}
+        rows.append({"run": known.get("raypp_run", one.name), **names, "cpus": cpus, "gpus": gpus, **times})
+    return rows

@@ -1,0 +1,151 @@
+"""The order of runs that wait for devices, which of them starts next, and when the others will.
+Pure functions, without a clock or Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypp.untrusted.documents import Count
+
+DAY_S = 86_400.0
+PRIORITIES = {"high": -DAY_S, "normal": 0.0, "low": DAY_S}
+"""By how many seconds each moves a run in the line. A lower one so comes first after a day: without
+that, runs of higher priority that keep coming would leave it no turn."""
+_LONGER = 1.25
+"""A planned time is taken to be too short by this factor before a run may go past the head."""
+
+Room = Mapping[str, tuple[float, float]]
+"""CPUs and GPUs of each node."""
+Turn = tuple[float, float, float, float, str]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run asks Ray for. `cpus`, `gpus`: of each rank."""
+
+    ranks: Count
+    cpus: float
+    gpus: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.ranks} × {self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A run in the line. `turn`: the lowest is the head. `seconds`: planned; None: unknown."""
+
+    name: str
+    turn: Turn
+    need: Need
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that holds devices. `ends`: when, in seconds since 1970; None: unknown."""
+
+    name: str
+    holds: Room
+    ends: float | None = None
+
+
+def turn_of(at: float, priority: str, sent: float, nonce: str) -> Turn:
+    """Returns what a ticket is sorted by, the same for every reader. `at`: when its store took it,
+    which may be in whole seconds. `sent`: the submitter's clock. `nonce`: decides the rest. A run
+    that is moved before another gets that one's turn with a lower number before the nonce."""
+    return (at + PRIORITIES[priority], at, sent, 0.0, nonce)
+
+
+def places(room: Room, need: Need) -> int:
+    """Returns how many ranks have room."""
+    return sum(_on_node(has, need) for has in room.values())
+
+
+def next_move(line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float) -> tuple[str | None, str]:
+    """Returns which run starts now (None: all wait), and why the head waits. Behind a head that has
+    to wait, the first that fits goes past it if by plan it does not delay the head: it ends before
+    the head can start, or the head has room beside it then. `line`: in order. `now`: seconds since
+    1970."""
+    if not line:
+        return None, ""
+    head, *others = line
+    if (room := places(free, head.need)) >= head.need.ranks:
+        return head.name, ""
+    why = f"{head.name.partition('.')[0]} needs {head.need}, of which {room} are free"
+    begins, then = _first_room(head.need, free, running, now)
+    if begins is not None:
+        spare = places(then, head.need) - head.need.ranks
+        for one in others:
+            in_time = one.seconds is not None and now + _LONGER * one.seconds <= begins
+            beside = one.need.ranks * _costs(one.need, head.need) <= spare
+            if (in_time or beside) and places(free, one.need) >= one.need.ranks:
+                return one.name, why
+    return None, why
+
+
+def with_holds(free: Room, running: Sequence[Running], held: Mapping[str, float | None]) -> tuple[Room, list[Running]]:
+    """Returns what is free for the line, and who has the rest: a held node's devices are taken
+    until its hold ends, also those that a run gives back before. `held`: until when, by node."""
+    parts = [Running(node, {node: room}, held[node]) for node, room in free.items() if node in held]
+    for one in running:
+        for node, has in one.holds.items():
+            ends = (one.ends, held.get(node, one.ends))
+            parts.append(Running(one.name, {node: has}, None if None in ends else max(ends)))  # type: ignore[type-var]
+    return {node: (0.0, 0.0) if node in held else room for node, room in free.items()}, parts
+
+
+def expected_starts(
+    line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float
+) -> dict[str, float | None]:
+    """Returns when each run of the line starts if all take the time that is expected and none goes
+    past another; None: unknown."""
+    starts, held = dict[str, float | None](), list(running)
+    for one in line:
+        begins, room = _first_room(one.need, free, held, now)
+        if begins is None:
+            return {other.name: starts.get(other.name) for other in line}
+        starts[one.name] = now = begins
+        held = [other for other in held if other.ends is None or other.ends > begins]
+        takes = _taken(one.need, room)
+        free = _changed(room, takes, -1.0)
+        held.append(Running(one.name, takes, None if one.seconds is None else begins + one.seconds))
+    return starts
+
+
+def _first_room(need: Need, free: Room, running: Sequence[Running], now: float) -> tuple[float | None, Room]:
+    """Returns when there is room, as runs end in turn, and the room at that time."""
+    for ends, one in sorted(((one.ends, one) for one in running if one.ends is not None), key=lambda pair: pair[0]):
+        if places(free, need) >= need.ranks:
+            break
+        free, now = _changed(free, one.holds, 1.0), max(now, ends)
+    return (now if places(free, need) >= need.ranks else None), free
+
+
+def _on_node(has: tuple[float, float], need: Need) -> int:
+    pairs = ((has[0], need.cpus), (has[1], need.gpus))
+    return max(0, min((math.floor((amount + 1e-6) / each) for amount, each in pairs if each), default=need.ranks))
+
+
+def _costs(one: Need, head: Need) -> int:
+    """Returns how many places of the head a rank of another run takes at most, wherever it is."""
+    pairs = ((one.cpus, head.cpus), (one.gpus, head.gpus))
+    return max((math.ceil(amount / each - 1e-9) for amount, each in pairs if each), default=0)
+
+
+def _taken(need: Need, free: Room) -> Room:
+    """Returns what a run that fits takes of each node, those with most room first, as Ray packs."""
+    taken, left = {}, need.ranks
+    for node in sorted(free, key=lambda node: (-_on_node(free[node], need), node)):
+        here = min(left, _on_node(free[node], need))
+        taken[node], left = (here * need.cpus, here * need.gpus), left - here
+    return taken
+
+
+def _changed(room: Room, by: Room, sign: float) -> Room:
+    """Returns the room with what a run holds given back, or taken. A node that has left gets
+    nothing."""
+    there = {node: by.get(node, (0.0, 0.0)) for node in room}
+    return {node: (has[0] + sign * there[node][0], has[1] + sign * there[node][1]) for node, has in room.items()}

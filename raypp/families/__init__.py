@@ -1,1 +1,0 @@
-"""Model families, one file each. `raypp.spec.families` finds every file that has a `FAMILY`."""

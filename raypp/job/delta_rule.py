@@ -1,0 +1,51 @@
+"""The sizes of a layer that mixes tokens by the gated delta rule instead of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK = 64
+"""Tokens whose updates of the state are computed together."""
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Sizes of one layer. Each value head has a state, `[key_dim, value_dim]`. `key_heads`: heads
+    of queries and keys. Each serves `value_heads / key_heads` value heads. `kernel`: tokens that
+    the causal convolution of queries, keys and values reads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of what the convolution takes: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of the forward per token, without products with weights. Within a chunk
+        of L tokens: scores of keys and queries with keys, a triangular system for values and keys,
+        and scores times values; with the state: two reads and one update."""
+        length, key, value = min(CHUNK, seq_len), self.key_dim, self.value_dim
+        within = 4 * length * key + length * (key + value) + 2 * length * value
+        return float(self.value_heads * (within + 6 * key * value))
+
+    def backward_bytes(self, seq_len: int) -> int:
+        """Returns the bytes per token of the chunks and states that a backward computes again, with
+        their gradients, all in fp32."""
+        length, key, value = min(CHUNK, seq_len), self.key_dim, self.value_dim
+        states = 3 * key * value // length
+        return 2 * 4 * self.value_heads * (12 * key + 6 * value + 6 * length + states)

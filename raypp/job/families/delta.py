@@ -1,0 +1,104 @@
+"""What families share that mix the gated delta rule with full attention: Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raypp.job import limits
+from raypp.job.decoder_layer import Layer
+from raypp.job.delta_rule import DeltaRule
+from raypp.job.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions
+from raypp.job.families.layer_kinds import rotary as partial_rotary
+from raypp.job.family import DEFAULTS
+from raypp.job.models import StageEnds
+from raypp.job.rope import Rotary
+
+LINEAR, FULL = "linear_attention", "full_attention"
+_EVERY = 4
+
+
+class DeltaOptions(PartialRotaryOptions):
+    """Options of families with the gated delta rule in most layers."""
+
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] | None = None
+    """The kind of each layer. null: every fourth layer has full attention."""
+    linear_num_key_heads: int = Field(default=2, ge=1, le=limits.WIDTH)
+    """Heads of queries and keys of the delta rule."""
+    linear_num_value_heads: int = Field(default=4, ge=1, le=limits.WIDTH)
+    """Heads of values of the delta rule; a multiple of linear_num_key_heads."""
+    linear_key_head_dim: int = Field(default=32, ge=1, le=limits.WIDTH)
+    """Width of a key head of the delta rule."""
+    linear_value_head_dim: int = Field(default=32, ge=1, le=limits.WIDTH)
+    """Width of a value head of the delta rule."""
+    linear_conv_kernel_dim: int = Field(default=4, ge=2, le=64)
+    """Tokens that the causal convolution reads, the newest included."""
+    rotary_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of each head's dims that have the rotary encoding."""
+
+    def delta_rule(self, index: int) -> DeltaRule | None:
+        full = (index + 1) % _EVERY == 0 if self.layer_types is None else self.layer_types[index] == FULL
+        heads = self.linear_num_key_heads, self.linear_num_value_heads
+        return (
+            None
+            if full
+            else DeltaRule(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
+        )
+
+    def stage_ends(self) -> StageEnds:
+        return StageEnds(gain_from_zero=True)
+
+    @model_validator(mode="after")
+    def _layers_and_heads_fit(self) -> Self:
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            fault = f"cannot be split evenly over linear_num_key_heads {self.linear_num_key_heads}"
+            raise ValueError(f"linear_num_value_heads {self.linear_num_value_heads} {fault}")
+        return self
+
+
+def rotary(options: DeltaOptions, index: int) -> Rotary | None:
+    return None if options.delta_rule(index) is not None else partial_rotary(options, index)
+
+
+def layer(options: DeltaOptions, **other: Any) -> Layer:
+    bias = options.attention_bias
+    return Layer(qkv_bias=bias, out_bias=bias, head_norms=True, output_gate=True, **other)
+
+
+def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns the kinds of layers; null if they follow the pattern."""
+    count, every = config["num_hidden_layers"], config.get("full_attention_interval") or _EVERY
+    kinds = config.get("layer_types") or _pattern(count, every)
+    return {"layer_types": None if kinds == _pattern(count, _EVERY) else tuple(kinds)}
+
+
+def write(options: DeltaOptions) -> dict[str, Any]:
+    kinds = (options.delta_rule(index) for index in range(options.num_layers))
+    return {"layer_types": [FULL if kind is None else LINEAR for kind in kinds]}
+
+
+def _pattern(layers: int, every: int) -> list[str]:
+    return [LINEAR if (index + 1) % every else FULL for index in range(layers)]
+
+
+_DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+SETTINGS = {**PARTIAL_SETTINGS, "attention_bias": "attention_bias", **{name: name for name in _DELTA}}
+DELTA_DEFAULTS = {
+    **DEFAULTS,
+    "head_dim": 256,
+    "num_kv_heads": 2,
+    "attention_bias": False,
+    "rotary_share": 0.25,
+    **_DELTA,
+}
+DELTA_EXACT = PARTIAL_EXACT

@@ -1,0 +1,120 @@
+"""Builds a rank's stages and the runtime that drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raypp.job.job import Job
+from raypp.job.lora import trains_part
+from raypp.planning.decision import ResolvedPipeline
+from raypp.records import Progress, no_progress
+from raypp.stages.models.initial_values import initialise
+from raypp.stages.models.loss import token_loss_sum
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import compute_dtype, prepare_stage
+from raypp.stages.parallel.rank_groups import RankGroups
+from raypp.stages.parallel.replica_sums import ReplicaSums
+from raypp.stages.parallel.shard import local_rows
+from raypp.stages.pipeline.activation_offload import ActivationOffload
+from raypp.stages.pipeline.link_probe import Channels
+from raypp.stages.pipeline.planned_stage import PlannedStage
+from raypp.stages.pipeline.runtime import ProgramRuntime
+from raypp.stages.pipeline.tied import TiedEmbedding
+from raypp.stages.pipeline.wire import message_seed, wire_format
+
+
+@dataclass(frozen=True)
+class BuiltStages:
+    """This rank's part of the model. `tied`: sums the gradients of tied embeddings; None if they
+    are not tied, or frozen."""
+
+    modules: list[nn.Module]
+    runtime: ProgramRuntime
+    tied: TiedEmbedding | None = None
+
+    @property
+    def replica_sums(self) -> list[ReplicaSums]:
+        """The sums over replicas that FSDP does not take, of these stages."""
+        return [stage.replica_sums for stage in self.runtime.planned.values() if stage.replica_sums is not None]
+
+
+def draw_weights(
+    stages: Iterable[nn.Module],
+    job: Job,
+    *,
+    frozen: bool | None = None,
+    skip: Collection[str] = (),
+    progress: Progress = no_progress,
+) -> None:
+    """Initialises the weights of a new run. No communication; the bits are the same on any mesh.
+    `frozen`: True: only frozen weights. False: only those that are trained. None: all. `skip`:
+    names of weights that have their values."""
+    for stage in stages:
+        initialise(stage, job.model, job.train.seed, local_rows, frozen=frozen, skip=skip, progress=progress)
+
+
+def build_stages(
+    job: Job,
+    pipeline: ResolvedPipeline,
+    groups: RankGroups,
+    device: torch.device,
+    mark: Callable[[str], None],
+    *,
+    draw: bool = True,
+    kept: Mapping[str, Tensor] | None = None,
+) -> BuiltStages:
+    """Builds and shards this rank's stages, and compiles the job's program onto them. Collective
+    over the rank's data mesh. Allocates memory for this rank's stages only. `draw`: True:
+    initialise the weights (`draw_weights`). False: they hold uninitialised memory, and the caller
+    must set every one of them. `kept`: this rank's part of weights that have their values, by
+    global name."""
+    layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
+    held = pipeline.stages_of_rank[groups.coordinates.pp]
+    data_mesh = groups.data_mesh
+    if data_mesh is None and job.fsdp_alone:
+        data_mesh = groups.mesh["fsdp"]
+
+    place = groups.coordinates
+    modules, stages = [], []
+    for index in held:
+        module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
+        prepared = prepare_stage(module, job, data_mesh, device, groups, kept)
+        module = prepared.module
+        if draw:
+            draw_weights([module], job)
+        modules.append(module)
+        stages.append(
+            PlannedStage(
+                module,
+                index,
+                len(layers),
+                rank_of_stage=ranks,
+                hidden_size=job.model.hidden_size,
+                dtype=compute_dtype(job),
+                device=device,
+                up_group=groups.forward,
+                down_group=groups.backward,
+                activations=wire_format(pipeline.wire.activations),
+                gradients=wire_format(pipeline.wire.gradients),
+                seed=message_seed(job.train.seed, *place.column),
+                replica_sums=prepared.replica_sums,
+                replicated=job.summed_replicas > 1,
+                frees_weights=job.mesh.reshard_after_forward,
+                reduces_each=job.reduces_each,
+                below_trains=any(pipeline.trained[:index]),
+            )
+        )
+    if job.mesh.pp > 1:
+        Channels(place.pp, ranks, groups.forward, groups.backward, device).connect()
+    offload = ActivationOffload(device) if job.train.activation_checkpointing == "offload" else None
+    runtime = ProgramRuntime(
+        stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark, offload=offload
+    )
+    tied = None
+    if job.model.tie_embeddings and trains_part(job.model, "embed_tokens"):
+        tied = TiedEmbedding(dict(zip(held, modules, strict=True)), ranks, job.mesh.pp)
+    return BuiltStages(modules, runtime, tied)

@@ -1,0 +1,1 @@
+"""The optimizers, and the bytes in which weights and moments are kept."""

@@ -1,0 +1,1 @@
+"""A step of a rank, and what happens between two steps."""

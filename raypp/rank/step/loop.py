@@ -1,0 +1,233 @@
+"""The training loop. All ranks run it in step, and act on a request between the same two steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from raypp.planning.geometry import Mesh
+from raypp.rank.assemble import AssembledRank
+from raypp.rank.fault_injection import Injection
+from raypp.rank.joining.process_group import leave_together
+from raypp.rank.step.between_steps import BetweenSteps
+from raypp.rank.step.due import Due, Place, after_step, before_step
+from raypp.rank.step.replicas import ReplicaCheck
+from raypp.rank.step.reports import RecentReports, ReplicaReports
+from raypp.rank.step.step import ReadStep, StepRunner, Stopwatch
+from raypp.rank.step.step_trace import StepTracer
+from raypp.rank.step.stragglers import Pace, SpikeWatch
+from raypp.records import Coordinates, Event, EventKind, RankResult, Reporter, StepReport
+from raypp.stages.models.stage import parameter_names
+from raypp.state.checkpoint.save import CheckpointSaver
+from raypp.state.checkpoint.state import Slice, state_in_objects
+from raypp.state.memory.tier import MemoryTier
+from raypp.storage import ObjectStore
+
+
+def train(run: Training, start: Stopwatch) -> RankResult:
+    """Trains from the restored step to the last one, or until the operator requests a stop."""
+    place, due, watch = run.begin(), Due(), Stopwatch(run.runner.device)
+    while place.done < run.job.train.steps:
+        read, place, due = run.read(place, watch)
+        if due.save:
+            run.save(place.done)
+        if due.stop:
+            break
+        run.between.make_up()
+        if due.trace:
+            run.tracer.begin(place.done + 1, due.trace)
+        report = run.runner.run(place.done + 1, read, watch)
+        reports = run.note(report)
+        place, due = after_step(place, run.job, read.plan.saving)
+        if due.skip:
+            run.saver.skip(place.done)
+        if due.save:
+            with watch.part("save"):
+                run.save(place.done)
+        run.tracer.step_ended(place.done, watch, last=due.last)
+        run.report(report, reports, watch, start)
+        run.between.run(place.done)
+    return run.end(place, due)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What an attempt's state came from, and where it goes.
+
+    Attributes:
+        store: Opened at the job's checkpoint.url.
+        tier: Takes snapshots in memory; None if the job wants none.
+        together: Whether all replicas begin after the same step, at which they agree.
+    """
+
+    store: ObjectStore
+    saver: CheckpointSaver
+    tier: MemoryTier | None
+    recent: RecentReports
+    step: int
+    together: bool
+
+    @property
+    def place(self) -> Place:
+        """Where the attempt begins. What came from memory is in no checkpoint yet."""
+        saved = self.step if self.tier is None else min(self.step, max(self.tier.committed, 0))
+        return Place(self.step, self.step, saved)
+
+
+class Training:
+    """What the loop of one rank works with. Building it is collective over the world."""
+
+    def __init__(
+        self, rank: AssembledRank, restored: Restored, reporter: Reporter, injection: Injection | None
+    ) -> None:
+        self.job, self._seat, self._reporter, self._restored = rank.job, rank.seat, reporter, restored
+        self.saver, self._tier, self._recent = restored.saver, restored.tier, restored.recent
+        first = replace(rank.groups.coordinates, dp_replicate=0) == Coordinates()
+        leads = self._seat.rank == 0 or (first and rank.outer is not None)
+        timed = self.job.recovery.straggler_factor and self._seat.world_size > 1
+        self.runner = StepRunner(
+            rank,
+            tell=reporter.event if leads else lambda event: None,
+            saving=lambda: self.saver.progress,
+            snapshots=self._tier.signals if self._tier is not None else None,
+            pace=Pace(rank, restored.step) if timed else None,
+            injection=injection,
+        )
+        self.tracer = StepTracer(self.runner, restored.store, reporter.event)
+        self._replicas = None
+        tied_apart = self.job.model.tie_embeddings and self.job.mesh.pp > 1
+        if self.job.recovery.check_replicas and (self.job.mesh.dp_replicate > 1 or tied_apart):
+            names = parameter_names(self.job.model)
+            self._replicas = ReplicaCheck(rank.built.modules, names, Mesh.of(self.job.mesh).labels())
+            if rank.outer is not None:
+                self._replicas.run()  # replicas far apart may have read other stores
+        place = restored.place
+        # Snapshots are taken after all that is due, checkpoints before.
+        resumed = restored.step if restored.together and restored.step == place.saved else 0
+        self.between = BetweenSteps(rank, self.runner, restored.store, reporter, resumed, self.saver.eval_losses)
+        watched = self.job.recovery.on_spike == "continue"  # else the guard does
+        self._spikes = SpikeWatch(self.job.recovery.spike_factor if watched else None)
+        self.runner.guard.spikes.losses.extend(self._recent.losses)
+        self.runner.loss_scale.restore(self._recent.loss_scale)
+        self._gathered = None
+        if rank.outer is not None and rank.outer.replicas > 1 and leads:
+            self._gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
+        self._position = rank.loader.position()
+
+    def begin(self) -> Place:
+        """Returns where the attempt begins. Reports what this replica has done since the last outer
+        step, in case others have not."""
+        for own in list(self._recent.own):
+            reports = [own] if self._gathered is None else self._gathered.add(own, wait=False)
+            self._tell_steps(self._new(reports))
+        return self._restored.place
+
+    def read(self, place: Place, watch: Stopwatch) -> tuple[ReadStep, Place, Due]:
+        """Reads the next step's rows, agrees with the other ranks on them and on the operator's
+        requests, and takes a snapshot in memory if one is due. Returns the rows; the place, and
+        what is due before the step."""
+        watch.next_step()
+        self._reporter.phase("step", f"{place.done + 1} read")
+        savable = self._restored.together if place.done == place.restored else self.job.savable(place.done)
+        everyone = savable or self.job.savable(place.done + 1)
+        read = self.runner.read(place.requests(self._reporter.requests()), watch, everyone=everyone)
+        tier, plan = self._tier, read.plan
+        if tier is not None and plan.snapshots is not None:
+            with watch.part("memory"):
+                tier.committed = max(tier.committed, -1 if self.saver.committed is None else self.saver.committed)
+                keepable = self.runner.outer is None or self.runner.outer.quiet
+                tier.step_begins(place.done, plan.snapshots, self._state, self._extra, bool(plan.saving), may=keepable)
+        return read, *before_step(place, plan.requests, savable=savable, everyone=everyone)
+
+    def save(self, step: int) -> None:
+        """Begins a save, after a check of the weights that several ranks hold."""
+        if self._replicas is not None:
+            self._reporter.phase("step", "replicas")
+            self._replicas.run()
+        self._reporter.phase("save", f"step {step}")
+        extra = {**self._small(), "recent_steps": self._recent.document()}
+        pin = (lambda: None) if self._tier is None else partial(self._tier.pin, step, self._state, self._extra)
+        self.saver.save(step, self.runner.built.modules, self.runner.optimizer, extra, pin)
+
+    def note(self, own: StepReport) -> list[StepReport]:
+        """Keeps reports for checkpoints, and tells when a loss is unusual. Returns this step's
+        report; if replicas train apart, those of steps that all have done."""
+        self._position = self.runner.loader.position()
+        reports = [own]
+        if self.runner.outer is not None:
+            self._recent.own.add(own)
+        if self._gathered is not None:
+            kept = (-1, -1) if self._tier is None else self._tier.kept(own.step)
+            reports = self._gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
+            if self._tier is not None:
+                for of_all in self._gathered.kept:
+                    self._tier.hear(of_all)
+        if self.job.savable(own.step):
+            self._recent.own.clear()  # all replicas have done these steps
+        return self._new(reports)
+
+    def report(self, own: StepReport, reports: Sequence[StepReport], watch: Stopwatch, start: Stopwatch) -> None:
+        """Reports steps on rank 0, and after the first one how long the start took."""
+        own.parts_s.update(watch.parts)
+        self._tell_steps(reports)
+        if own.step == self._restored.step + 1:
+            seconds = {name: round(value, 4) for name, value in start.parts.items()}
+            seconds["first step"] = round(own.step_s, 4)
+            self._tell("first_step", f"step {own.step} done", own.step, seconds=seconds)
+
+    def end(self, place: Place, due: Due) -> RankResult:
+        """Ends the attempt after its last step, or where the operator stops it. Raises
+        NotSavedError: the last state could not be saved, and the operator did not give it up."""
+        self.tracer.finish()
+        if not due.stop:
+            if place.unsaved:  # no step was left after what came from memory
+                self.save(place.done)
+            self.between.make_up()
+        self._reporter.phase("finish")
+        try:
+            committed = self.saver.finish() if due.save_is_needed else self.saver.wait()
+        finally:
+            leave_together(self._seat)
+        return RankResult(rank=self._seat.rank, step=place.done, stopped=due.stop, checkpoint_step=committed)
+
+    def _new(self, reports: Sequence[StepReport]) -> list[StepReport]:
+        """Keeps reports of steps that had none; returns them."""
+        reports = [report for report in reports if report.step > self._recent.newest]
+        for report in reports:
+            usual = self._spikes.seen(report.loss)
+            if usual is not None:
+                self._tell("loss_spike", SpikeWatch.words(report.loss, usual), report.step)
+            self._recent.add(report)
+        return reports
+
+    def _state(self) -> tuple[list[Slice], list[Slice]]:
+        return state_in_objects(self.runner.built.modules, self.runner.optimizer, self._seat.coordinates)
+
+    def _extra(self) -> str:
+        """Returns what a snapshot in memory also holds; only rank 0 has the reports, and the first
+        rank of each replica that trains apart."""
+        reports, own = "[]", "[]"
+        if self._gathered is not None or not self._seat.rank:
+            reports, own = self._recent.json_text(), self._recent.own.json_text()
+        return f'{json.dumps(self._small())[:-1]},"recent_steps":{reports},"own_steps":{own}}}'
+
+    def _small(self) -> dict[str, Any]:
+        """Returns what is saved beside tensors and reports, the same on all ranks."""
+        outer = self.runner.outer
+        small = {"data_position": self._position, **({} if outer is None else {"outer_tokens": outer.tokens})}
+        spikes, scale = self.runner.guard.spikes, self.runner.loss_scale
+        if scale.adapts:
+            small["loss_scale"] = asdict(scale.state)
+        return small | ({} if spikes.factor is None else {"losses": list(spikes.losses)})
+
+    def _tell_steps(self, reports: Sequence[StepReport]) -> None:
+        for report in reports if self._seat.rank == 0 else ():
+            self._reporter.step(report)
+
+    def _tell(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
+        if self._seat.rank == 0:
+            event = Event(kind, message, attempt=self._seat.attempt, step=step, details=details)
+            self._reporter.event(event)

@@ -1,1 +1,0 @@
-"""The job language: models of the job file, loading with file:line errors, overrides."""

@@ -1,0 +1,84 @@
+"""Products of rows with the matrices of their experts, in one kernel: torch's, or one of Triton.
+
+torch's kernel is for compute capability 9.0 and 10.x. On other cards its operator reads the groups
+on the host and loops over them, so there a kernel of Triton takes its place.
+
+Legend: N rows sorted by expert, I columns of a row, O of a result, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypp.stages.models import fused
+
+OPERATOR = "raypp::grouped_product"
+"""The operator of the kernel of Triton, as selective checkpointing sees it."""
+
+
+def torch_groups(device: torch.device) -> bool:
+    """Returns whether torch has a kernel for a CUDA device."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def grouped_mm(rows_NI: Tensor, stack_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiplies rows `[N, I]` by the transposed matrices `[E, O, I]` of their experts: `[N, O]`.
+    `rows_NI`: sorted by expert, in bf16; on CUDA."""
+    if rows_NI.is_cuda and not torch_groups(rows_NI.device):
+        return cast(Tensor, _product(rows_NI, stack_EOI, ends_E))
+    return F.grouped_mm(rows_NI, stack_EOI.mT, offs=ends_E)
+
+
+def grouped_gradient(gradient_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns the gradient `[E, O, I]` of the matrices of `grouped_mm`, without a graph."""
+    if rows_NI.is_cuda and not torch_groups(rows_NI.device):
+        return cast(Tensor, _of_matrices(gradient_NO, rows_NI, ends_E))
+    return F.grouped_mm(gradient_NO.t(), rows_NI, offs=ends_E)
+
+
+def _kernels(device: torch.device) -> Any:
+    from raypp.stages.models import triton_groups  # imported here: a CPU has no triton
+
+    assert device.type == "cpu" or fused.kernels(device) is not None, "`experts.can_group` asks first"
+    return triton_groups
+
+
+@torch.library.custom_op(OPERATOR, mutates_args=())
+def _product(rows_NI: Tensor, stack_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns `[N, O]` of rows `[N, I]`, matrices `[E, O, I]` and ends `[E]`."""
+    return cast(Tensor, _kernels(rows_NI.device).by_expert(rows_NI, stack_EOI, ends_E))
+
+
+@_product.register_fake
+def _(rows_NI: Tensor, stack_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return rows_NI.new_empty(len(rows_NI), stack_EOI.shape[1])
+
+
+@torch.library.custom_op(f"{OPERATOR}_of_matrices", mutates_args=())
+def _of_matrices(gradient_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns the gradient `[E, O, I]` of the matrices."""
+    return cast(Tensor, _kernels(rows_NI.device).of_matrices(gradient_NO, rows_NI, ends_E))
+
+
+@_of_matrices.register_fake
+def _(gradient_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
+    return rows_NI.new_empty(len(ends_E), gradient_NO.shape[1], rows_NI.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    """Keeps rows `[N, I]`, matrices `[E, O, I]` and ends `[E]` for the backward."""
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """Returns the gradients of rows and matrices, given that of the result, `[N, O]`."""
+    rows, stack, ends = ctx.saved_tensors
+    of_rows = _product(gradient, stack.mT, ends) if ctx.needs_input_grad[0] else None
+    return of_rows, _of_matrices(gradient, rows, ends) if ctx.needs_input_grad[1] else None, None
+
+
+_product.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,233 @@
+"""Matrix products with weights, and their gradients later: the W half of a split backward.
+
+Within `weights_later` a product leaves the gradients of its weights to `LaterGradients.compute`:
+the I half is a whole backward without them. It frees the graph, and recomputes activations, as any
+backward; in between only each product's input and the gradient of its result are kept
+(docs/design/0067). The bits are those of a whole backward. Other weights, as of norms, get their
+gradients in I.
+
+Legend: N rows, C width of the input, O width of the output, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm
+from raypp.stages.models.recomputed import is_plain, product
+
+
+class LaterGradients:
+    """What is left of a microbatch's backward through a stage: gradients of weights."""
+
+    def __init__(self) -> None:
+        self._left: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
+
+    def add(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Leaves the gradient of a weight `[...]` for later."""
+        self._left.append((weight, gradient))
+
+    def compute(self) -> None:
+        """Computes the gradients, and adds each to those of its parameter. Call it once."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        while self._left:
+            weight, gradient = self._left.popleft()
+            if not weight.is_leaf:  # the matrix of one expert
+                parts.append((weight, gradient()))
+                continue
+            if weight.grad is None:
+                weight.grad = gradient()
+            else:
+                weight.grad += gradient()
+            if (told := getattr(weight, "has_gradient", None)) is not None:  # `parallel.compute_copies`
+                told(weight)
+        if parts:
+            torch.autograd.backward([weight for weight, _ in parts], [gradient for _, gradient in parts])
+
+
+_later: LaterGradients | None = None
+
+
+@contextmanager
+def weights_later(later: LaterGradients | None) -> Iterator[None]:
+    """Surrounds a forward whose backward is split, and that backward. None: it is whole. One at a
+    time in a process: a backward on a GPU computes in threads of its own."""
+    global _later
+    outer, _later = _later, later
+    try:
+        yield
+    finally:
+        _later = outer
+
+
+def left_for_later() -> LaterGradients | None:
+    """Returns what collects gradients of weights in the current forward; None: nothing does."""
+    return _later
+
+
+def _comes_later(weight: Tensor) -> bool:
+    return _later is not None and weight.requires_grad and torch.is_grad_enabled()
+
+
+class Projection(nn.Linear):
+    """nn.Linear whose result a recomputation may take over, and whose weight's gradient may come
+    later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., C]` to `[..., O]`."""
+        return linear(x, self.weight, self.bias)
+
+
+class Lookup(nn.Embedding):
+    """nn.Embedding whose weight's gradient may come later."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps ids `[...]` to rows `[..., C]` of the weight."""
+        if not _comes_later(self.weight):
+            return super().forward(tokens)
+        gradient = partial(_of_rows, count=self.num_embeddings)
+        return _apart(F.embedding(tokens, self.weight.detach()), tokens, self.weight, None, gradient)
+
+
+def defer_in(model: nn.Module) -> None:
+    """Makes the linear layers of a user's own model take part."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Projection
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x · Wᵀ + b, `[..., O]`, of `[..., C]`, `[O, C]` and `[O]`."""
+    if torch.compiler.is_compiling() or (_later is None and is_plain()):
+        return F.linear(x, weight, bias)
+    return product(partial(_linear, weight=weight, bias=bias), x)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not _comes_later(weight):
+        return F.linear(x, weight, bias)
+    out = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    return _apart(out, x, weight, bias, partial(_of_matrix, transposed=_transposed(weight)))
+
+
+def _transposed(weight: Tensor) -> bool:
+    """Whether a matrix, or a stack of them, `[..., O, C]` lies in memory as `[..., C, O]`."""
+    return weight.stride(-1) != 1 and weight.stride(-2) == 1
+
+
+def grouped_linear(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiplies rows `[N, C]`, sorted by expert, by their experts' matrices: `[N, O]`, in bf16.
+    `stack`: the matrices, `[E, O, C]`."""
+    return product(partial(_grouped, stack=stack, ends_E=ends_E), rows)
+
+
+def _grouped(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
+    if not _comes_later(stack):
+        return grouped_mm(rows, _without_rows_zero(stack, ends_E), ends_E)
+    out = grouped_mm(rows, stack.detach(), ends_E)
+    return _apart(out, rows, stack, None, partial(_of_stack, ends_E=ends_E, transposed=_transposed(stack)))
+
+
+def _apart(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Callable[..., Tensor]) -> Tensor:
+    """Returns a product `[..., O]`; its backward leaves the gradients of weight and bias."""
+    # Without an input that is trained, the weight makes autograd come here.
+    edge = None if out.requires_grad else weight
+    apart: Tensor = _Apart.apply(out, x, edge, (_later, weight, bias, gradient))  # type: ignore[no-untyped-call]
+    return apart
+
+
+class _Apart(torch.autograd.Function):
+    """Passes a product on; its backward leaves the weight's gradient for later."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, edge: Tensor | None, what: tuple[Any, ...]) -> Tensor:
+        """Returns `out` `[..., O]`."""
+        ctx.save_for_backward(x)
+        ctx.what = what
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient `[..., O]` of the product, unchanged."""
+        (x,) = ctx.saved_tensors
+        later, weight, bias, gradient = ctx.what
+        later.add(weight, partial(gradient, x, grad))
+        if bias is not None and bias.requires_grad:
+            later.add(bias, partial(_of_bias, grad))
+        return grad, None, None, None
+
+
+# The gradients, by the operators that torch's own backwards use.
+
+
+@torch.no_grad()
+def _of_matrix(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:
+    """Returns the gradient `[O, C]`, of inputs `[..., C]` and gradients `[..., O]`."""
+    x_NC, grad_NO = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (x_NC.t() @ grad_NO).t() if transposed else grad_NO.t() @ x_NC
+
+
+@torch.no_grad()
+def _of_bias(grad: Tensor) -> Tensor:
+    """Returns the gradient `[O]`, of gradients `[..., O]`."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+@torch.no_grad()
+def _of_rows(tokens: Tensor, grad: Tensor, *, count: int) -> Tensor:
+    """Returns the gradient `[count, C]`, of ids `[...]` and gradients `[..., C]`."""
+    return torch.ops.aten.embedding_dense_backward(grad, tokens, count, -1, False)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _of_stack(rows: Tensor, grad: Tensor, *, ends_E: Tensor, transposed: bool) -> Tensor:
+    """Returns the gradient `[E, O, C]`, of rows `[N, C]` and gradients `[N, O]`."""
+    grad = grad.contiguous()
+    one, other = (rows, grad) if transposed else (grad, rows)
+    product_EOC = grouped_gradient(one, other, ends_E)
+    gradient = product_EOC.mT if transposed else product_EOC
+    return _rows_zero(gradient, ends_E) if _leaves_rows(gradient) else gradient
+
+
+def _without_rows_zero(stack: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns the matrices `[E, out, in]`; gradients of those of experts without rows will be zero.
+    On cards of compute capability 10 torch's kernel is reported to leave other values there
+    (pytorch issue 172439); a Hopper's, and the kernel of Triton, write zeros."""
+    if not stack.requires_grad or not _leaves_rows(stack):
+        return stack
+    result: Tensor = _GradientOfRows.apply(stack, ends_E)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GradientOfRows(torch.autograd.Function):
+    """Passes matrices on; the backward sets the gradients of experts without rows to zero."""
+
+    @staticmethod
+    def forward(ctx: Any, stack_Eoi: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns the matrices `[E, out, in]`."""
+        ctx.save_for_backward(ends_E)
+        return stack_Eoi.view_as(stack_Eoi)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient `[E, out, in]`, in new memory."""
+        (ends_E,) = ctx.saved_tensors
+        return _rows_zero(gradient, ends_E), None
+
+
+def _leaves_rows(stack: Tensor) -> bool:
+    return stack.is_cuda and torch.cuda.get_device_capability(stack.device)[0] == 10
+
+
+def _rows_zero(gradient: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns a gradient `[E, out, in]` that is zero for experts without rows."""
+    rows_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+    return gradient.masked_fill((rows_E == 0)[:, None, None], 0)

@@ -1,0 +1,174 @@
+"""Kernels in Triton for what torch computes in many passes over memory: dequantisation and AdamW.
+
+Each gives the bits of its reference in torch (`quantised_rows`, `train.adamw`): products and sums
+are rounded one by one, quotients and roots correctly. So a rank may use them while another does
+not. `fused.kernels` says whether they run here. TRITON_INTERPRET=1 runs them on a CPU.
+
+Legend: M rows, C weights in a row, R bytes in a row; N blocks of a row, B values of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_EXACT = {"enable_fp_fusion": False}
+"""A product and a sum stay two operations, each rounded."""
+_TILE = 4096
+"""Values that one program converts or updates."""
+
+
+def from_int8(bytes_MR: Tensor, out_MC: Tensor) -> None:
+    """Writes int8 bytes, uint8 `[M, R]`, as weights `[M, C]`; both contiguous."""
+    rows, width = out_MC.shape
+    grid = (rows, triton.cdiv(width, _TILE))
+    _from_int8[grid](bytes_MR, out_MC, width, bytes_MR.shape[1], TILE=_TILE, num_warps=8, **_EXACT)
+
+
+def from_nf4(bytes_MR: Tensor, out_MC: Tensor, table: Tensor) -> None:
+    """Writes nf4 bytes, uint8 `[M, R]`, as weights `[M, C]`; both contiguous. `out_MC`: where the
+    weights go. `table`: the values of 4-bit NormalFloat, fp32 `[16]`."""
+    rows, width = out_MC.shape
+    grid = (rows, triton.cdiv(width, _TILE))
+    _from_nf4[grid](bytes_MR, out_MC, table, width, bytes_MR.shape[1], TILE=_TILE, num_warps=8, **_EXACT)
+
+
+def adamw(
+    weight_RL: Tensor,
+    gradient_RL: Tensor,
+    moments: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
+    tables: tuple[Tensor, ...],
+    rounding: tuple[Tensor, int, int, int] | None,
+    numbers: tuple[float, ...],
+) -> None:
+    """Updates a weight and its moments in place; everything is contiguous.
+
+    Args:
+        moments: Both `[R, L]`: fp32, or codes in uint8 if there are scales.
+        scales: Of both moments, fp32 `[R, N]`.
+        tables: With scales, for each moment: the numbers fp32 `[256]` of its codes, the borders
+            fp32 `[256]` between them, and the lowest code uint8 `[65536]` of each upper half.
+        rounding: Of a weight in bf16: the numbers of the rows in the whole weight, int64 `[R]`, its
+            width, the first column here, and the 64-bit key of the random bits.
+        numbers: The factor of the gradient, β1, 1 - β1, β2, 1 - β2, the inverse of the root of
+            1 - β2^t, ε, the rate, and what the weight keeps.
+    """
+    columns = weight_RL.shape[1]
+    size = min(256, columns)
+    per_row = triton.cdiv(columns, size)
+    blocks = weight_RL.shape[0] * per_row
+    side = triton.next_power_of_2(size)
+    together = max(1, _TILE // side)
+    first, second = scales or moments
+    if not tables:
+        tables = (weight_RL,) * 6  # not read
+    rows, width, start, key = rounding or (weight_RL, 4, 0, 0)
+    _adamw[(triton.cdiv(blocks, together),)](
+        weight_RL, gradient_RL, *moments, first, second, *tables, rows,
+        blocks, per_row, columns, size, triton.cdiv(width, 4), start, key, *numbers,
+        SMALL=scales is not None, ROUND=rounding is not None, TOGETHER=together, SIDE=side, num_warps=8, **_EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp32_at(bytes_pointer):
+    """Reads an fp32 number from four bytes at any address."""
+    bits = tl.load(bytes_pointer).to(tl.uint32)
+    bits |= tl.load(bytes_pointer + 1).to(tl.uint32) << 8
+    bits |= tl.load(bytes_pointer + 2).to(tl.uint32) << 16
+    bits |= tl.load(bytes_pointer + 3).to(tl.uint32) << 24
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _from_int8(source, out, width, stride, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    scale = _fp32_at(source + row * stride + width)
+    codes = tl.load(source + row * stride + column, mask=inside, other=0).to(tl.int8, bitcast=True)
+    tl.store(out + row * width + column, (codes.to(tl.float32) * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _from_nf4(source, out, table, width, stride, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = source + row * stride
+    pair = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    inside = pair < width // 2
+    step = _fp32_at(start + width // 2 + width // 64)
+    k = tl.load(start + width // 2 + pair // 32, mask=inside, other=0).to(tl.float32)
+    scale = step * (k * k)
+    both = tl.load(start + pair, mask=inside, other=0).to(tl.int32)
+    values = tl.interleave(tl.load(table + (both >> 4)) * scale, tl.load(table + (both & 15)) * scale)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _quantised(values, borders, lowest, SIGNED: tl.constexpr):
+    """Returns codes `[n, B]` and scales `[n]` of `[n, B]`, as `quantised_moments.quantise`."""
+    scale = tl.max(tl.abs(values), axis=1)
+    quotient = tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None])
+    upper = (quotient.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    code = tl.load(lowest + upper).to(tl.int32)
+    code += (quotient > tl.load(borders + code)).to(tl.int32)
+    if not SIGNED:
+        code = tl.maximum(code, 1)
+    return code, scale
+
+
+@triton.jit
+def _random_bits(row, column, words, key):
+    """Returns 16 random bits for elements, as `train.bf16_weights.random_bits`."""
+    z = (row * words + column // 4 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.int64).to(tl.uint64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return ((z >> ((column % 4) * 16).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["key", "start"])
+def _adamw(
+    weight, gradient, average, square, average_scale, square_scale,
+    average_numbers, average_borders, average_lowest,
+    square_numbers, square_borders, square_lowest, rows,
+    blocks, per_row, columns, size, words, start, key,
+    factor, beta1, rest1, beta2, rest2, inverse_root, eps, rate, keep,
+    SMALL: tl.constexpr, ROUND: tl.constexpr, TOGETHER: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    exists = block < blocks
+    row = block // per_row
+    column = (block % per_row)[:, None] * size + tl.arange(0, SIDE)[None, :]
+    inside = exists[:, None] & (column < columns) & (tl.arange(0, SIDE) < size)[None, :]
+    at = row[:, None] * columns + column
+    g = tl.load(gradient + at, mask=inside, other=0).to(tl.float32) * factor
+    m = tl.load(average + at, mask=inside, other=0)
+    v = tl.load(square + at, mask=inside, other=0)
+    if SMALL:
+        m = tl.load(average_numbers + m.to(tl.int32)) * tl.load(average_scale + block, mask=exists, other=0)[:, None]
+        v = tl.load(square_numbers + v.to(tl.int32)) * tl.load(square_scale + block, mask=exists, other=0)[:, None]
+        v = v * v
+    m = tl.where(inside, m * beta1 + g * rest1, 0.0)
+    v = tl.where(inside, v * beta2 + (g * g) * rest2, 0.0)
+    root = tl.sqrt_rn(v)
+    if SMALL:
+        code, scale = _quantised(m, average_borders, average_lowest, True)
+        tl.store(average + at, code.to(tl.uint8), mask=inside)
+        tl.store(average_scale + block, scale, mask=exists)
+        code, scale = _quantised(root, square_borders, square_lowest, False)
+        tl.store(square + at, code.to(tl.uint8), mask=inside)
+        tl.store(square_scale + block, scale, mask=exists)
+    else:
+        tl.store(average + at, m, mask=inside)
+        tl.store(square + at, v, mask=inside)
+    change = tl.div_rn(m, root * inverse_root + eps) * rate
+    value = tl.load(weight + at, mask=inside, other=0).to(tl.float32) * keep - change
+    if ROUND:
+        bits = _random_bits(tl.load(rows + row, mask=exists, other=0)[:, None], column + start, words, key)
+        cut = ((value.to(tl.int32, bitcast=True) + bits) & -65536).to(tl.float32, bitcast=True)
+        value = tl.where(tl.abs(value) < float("inf"), cut, value)
+    tl.store(weight + at, value.to(weight.dtype.element_ty), mask=inside)

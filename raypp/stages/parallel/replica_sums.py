@@ -1,0 +1,174 @@
+"""Sums of a stage's gradients over replicas (mesh.dp_replicate), beside the last backward.
+
+FSDP waits for its all-reduce over replicas. Here the sum of a block starts when its gradients are
+done, and is awaited at the end of the step: the same flat gradients, so exact sums have the same
+bits; or int8 with error feedback (`parallel.int8_sums`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from raypp.stages.parallel.int8_sums import add_up, encode, message_size
+from raypp.stages.parallel.shard import local_part, sharded_like
+from raypp.torch_private import reduced_together, take_replica_sum
+
+
+@dataclass
+class _Flat:
+    """What FSDP reduces together: the gradients of one module, as one flat tensor of N numbers.
+    `group`: the replicas. `residual`: what rounding has left over, `[N]`; None for exact sums.
+    `pending`: the residual after the sum under way, `[N]`; None if there is none."""
+
+    module: FSDPModule
+    group: dist.ProcessGroup
+    residual: Tensor | None = None
+    pending: Tensor | None = None
+
+
+def _finish(work: dist.Work, result: Tensor, messages: list[Tensor]) -> None:
+    """Waits for a sum."""
+    work.wait()
+    if messages:
+        add_up(messages, result)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """This rank's residuals of quantised sums, which are part of the training state. `replica`:
+    this rank's place among the replicas. `parts`: by the parameter's global name: this replica's
+    residual, sharded like the parameter."""
+
+    replica: int
+    replicas: int
+    parts: dict[str, Tensor]
+
+
+def residuals_of(stage: nn.Module) -> Residuals | None:
+    """Returns a stage's residuals of int8 sums; None if its sums are exact."""
+    held: Residuals | None = getattr(stage, "replica_residuals", None)
+    return held
+
+
+class ReplicaSums:
+    """The sums over replicas of one stage, in place of FSDP's all-reduce. `int8`: quantise what is
+    sent. `late`: whether sums complete in `wait`, which is possible on a CPU when gradients are
+    reduced in the dtype of the weights. Else each is awaited before FSDP goes on; on a GPU it is
+    FSDP's stream that waits, not the host."""
+
+    def __init__(self, stage: nn.Module, *, int8: bool, late: bool) -> None:
+        self.int8, self.late = int8, late
+        self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context around the start of each sum."""
+        self._under_way: list[Callable[[], None]] = []
+        """Each waits for a sum, and completes it."""
+        self._flats: list[_Flat] = []
+        for module in stage.modules():
+            if isinstance(module, FSDPModule) and (group := take_replica_sum(module)) is not None:
+                flat = _Flat(module, group)
+                module.set_all_reduce_hook(self._start_of(flat))
+                self._flats.append(flat)
+
+    @property
+    def under_way(self) -> int:
+        """The number of sums in flight."""
+        return len(self._under_way)
+
+    def wait(self) -> None:
+        """Waits for all sums in flight. Call it before anything reads the gradients."""
+        for finish in self._under_way:
+            finish()
+        self._under_way.clear()
+
+    def allocate(self, stage: nn.Module) -> None:
+        """Allocates the residuals of int8 sums, as zeros, once the weights have memory.
+        `residuals_of` then finds them: they are part of a checkpoint."""
+        if not self.int8:
+            return
+        names = {id(parameter): name for name, parameter in stage.named_parameters()}
+        parts: dict[str, Tensor] = {}
+        for flat in self._flats:
+            places, size = _layout(reduced_together(flat.module))
+            for parameter, begin in places:
+                if flat.residual is None:
+                    flat.residual = torch.zeros(size, dtype=parameter.dtype, device=parameter.device)
+                local = local_part(parameter)
+                view = flat.residual[begin : begin + local.numel()].view(local.shape)
+                parts[names[id(parameter)]] = sharded_like(parameter, view, parameter.shape)
+        group = self._flats[0].group
+        stage.replica_residuals = Residuals(group.rank(), group.size(), parts)  # type: ignore[assignment]
+
+    def _start_of(self, flat: _Flat) -> Callable[[Tensor], None]:
+        def start(gradient: Tensor) -> None:
+            """Starts the sum of a flat gradient `[N]`, in place. Collective over the replicas."""
+            with self.timed():
+                if self.int8:
+                    work, messages = self._in_int8(flat, gradient)
+                else:
+                    work, messages = dist.all_reduce(gradient, group=flat.group, async_op=True), []
+                assert work is not None
+                self._under_way.append(partial(_finish, work, gradient, messages))
+                if not self.late:
+                    self.wait()
+
+        return start
+
+    def _in_int8(self, flat: _Flat, gradient: Tensor) -> tuple[dist.Work | None, list[Tensor]]:
+        """Starts the int8 sum of a flat gradient `[N]`. Collective over the replicas. Returns the
+        work, and the messages that the replicas send."""
+        if flat.residual is None or flat.residual.numel() != gradient.numel():
+            expected = 0 if flat.residual is None else flat.residual.numel()
+            raise RuntimeError(f"FSDP reduces {gradient.numel()} numbers, but there are residuals of {expected}")
+        message, flat.pending = encode(gradient, flat.residual)
+        everyone = message.new_empty(flat.group.size(), message_size(gradient.numel()))
+        messages = list(everyone.unbind())
+        return dist.all_gather(messages, message, group=flat.group, async_op=True), messages
+
+    @torch.no_grad()
+    def keep_residuals(self) -> None:
+        """Makes the step's residuals those of the next one. Call it after the update. A step that
+        is not applied must not call it: its gradients do not count, and neither does what rounding
+        took from them."""
+        for flat in self._flats:
+            if flat.pending is not None and flat.residual is not None:
+                flat.residual.copy_(flat.pending)
+            flat.pending = None
+
+    def drop_residuals(self) -> None:
+        """Forgets the residuals of a step that is not applied."""
+        for flat in self._flats:
+            flat.pending = None
+
+
+def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int]], int]:
+    """Returns where the shard of each parameter begins in FSDP's flat gradient, and its length.
+    Frozen parameters have no gradient. A shard takes as many rows as the longest one."""
+    places: list[tuple[DTensor, int]] = []
+    begin = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        assert isinstance(parameter, DTensor)
+        cuts = [
+            (layout.dim, size)
+            for layout, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            if isinstance(layout, Shard)
+        ]
+        if any(dim != 0 for dim, size in cuts if size > 1):
+            raise ValueError("int8 sums need weights that are sharded along their first dim")
+        shards = prod(size for _, size in cuts)
+        places.append((parameter, begin))
+        begin += -(-parameter.shape[0] // shards) * prod(parameter.shape[1:])
+    return places, begin

@@ -1,0 +1,186 @@
+"""Runs that wait for devices, on a real Ray: order, places, a leader that dies, a cancelled run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raypp
+from raypp.api.queue import cancel_waiting, move, queue
+from raypp.api.submission import Queued
+from raypp.control import client
+from raypp.control.clusters.find import Cluster
+from raypp.control.clusters.known_runs import RunPlace
+from raypp.control.queue.client import hold, pause
+from raypp.control.queue.line import Need
+from raypp.control.queue.ticket import Priority, Ticket, waited_s, write_ticket
+from raypp.errors import JobError, ResourcesError
+from raypp.job.load import job_document, parse_job
+from raypp.state.checkpoint.run_spec import read_end, write_spec
+from raypp.state.run_records.reader import RunReader
+from raypp.storage import open_store
+from tests.ray.conftest import Started, StartRun
+
+
+class Waiter:
+    """A run that was put into the line, and a thread that follows its place."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, name: str, cpus: int, priority: Priority, user: str, after: str = "",
+        steps: int = 5,
+    ) -> None:  # fmt: skip
+        environment = {"STAND_IN_DIR": str(folder / name)}
+        job = parse_job(
+            {
+                "name": name,
+                "train": {"steps": steps},
+                "checkpoint": {"url": str(folder / "store"), "every_steps": 5},
+                "resources": {"env": environment, "cpus_per_rank": cpus, "device": "cpu"},
+                "recovery": {"standby": False},
+            }
+        )
+        self.store = open_store(job.checkpoint.url)
+        others = (f"{self.store.url}/{after}",) if after else ()
+        document = client.ray_job(
+            job, cluster, self.store.url, rank_function="stand_in:run_rank", number=1, user=user, later=True,
+            after=others,
+        )  # fmt: skip
+        ticket = Ticket(name, self.store.url, 1, user, priority, Need(1, float(cpus)), None, document, after=others)
+        write_spec(self.store, name, job_document(job))
+        ticket = write_ticket(self.store, ticket)
+        self.place = RunPlace(self.store.url, name, cluster.address, ticket.submission_id, time.time())
+        self.told: list[dict[str, Any]] = []
+        self.queued = Queued(cluster, ticket, self.place)
+        (first,) = self.queued.follow(print, detach=True)
+        self.told.append(first)
+
+    def follow(self) -> threading.Thread:
+        thread = threading.Thread(target=lambda: self.told.extend(self.queued.follow(print)), daemon=True)
+        thread.start()
+        return thread
+
+
+def leaders(cluster: Cluster) -> list[int]:
+    actors = cluster.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")["data"]["result"]["result"]
+    return [one["pid"] for one in actors if one["name"] == "raypp/queue" and one["state"] == "ALIVE"]
+
+
+def hold_cpus(start_run: StartRun, name: str, cpus: int) -> Started:
+    """Starts a run that has so many of the cluster's 16 CPUs until it is let go."""
+    run = start_run(
+        name, steps=20, hold=15, mesh={"pp": 1}, resources={"cpus_per_rank": cpus}, recovery={"standby": False}
+    )
+    run.wait_step(14)
+    return run
+
+
+@pytest.mark.gate
+@pytest.mark.timeout(600)  # a Ray job for each question to the line
+def test_runs_wait_in_order_and_start_in_turn_though_the_leader_dies(
+    cluster: Cluster, start_run: StartRun, tmp_path: Path
+) -> None:
+    first = hold_cpus(start_run, "first", 10)
+    late = Waiter(cluster, tmp_path, "late", 10, "low", "ann", after="large")
+    large = Waiter(cluster, tmp_path, "large", 16, "normal", "bob")
+    small = Waiter(cluster, tmp_path, "small", 8, "high", "cem")
+    job = parse_job({"name": "gone", "data": {"kind": "synthetic"}, "resources": {"cpus_per_rank": 16}})
+    job = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"url": large.store.url})})
+    with pytest.raises(ResourcesError, match="0 are free"):
+        raypp.submit(job, address=cluster.address, now=True)
+    gone = raypp.submit(job, address=cluster.address, user="ann")
+    assert [one.told[0]["place"] for one in (late, large, small)] == [1, 1, 1]
+    assert small.told[0]["held"] == ["first has 10 CPU"]
+    line = gone.queued()
+    assert line is not None and (line["place"], line["before"], line["user"]) == (3, ["small", "large"], "ann")
+    assert (gone.status()["state"], "waits in the line" in gone.status()["error"]) == ("PENDING", True)
+    with pytest.raises(JobError, match="late has priority low and would pass large"):
+        move("late", "large", cluster.address)
+    move("gone", "large", cluster.address)
+    shown = queue(cluster.address)
+    assert [(one["run"], one["user"]) for one in shown["waiting"]] == [
+        ("small", "cem"), ("gone", "ann"), ("large", "bob"), ("late", "ann"),
+    ]  # fmt: skip
+    assert [(one["run"], one["cpus"]) for one in shown["running"]] == [("first", 10)]
+    with pytest.raises(JobError, match="first does not wait"):
+        cancel_waiting("first", cluster.address)
+    assert cancel_waiting("gone", cluster.address)["kept"] == ""
+    assert large.store.head("gone/spec.json") is None
+    with pytest.raises(JobError, match=r"no node elsewhere\n.*it has 127\.0\.0\.1 \("):
+        hold(cluster, "elsewhere", "bob")
+    assert not pause(cluster, "ann")
+    (leader,) = leaders(cluster)
+    following = [small.follow(), large.follow()]
+    os.kill(leader, signal.SIGKILL)
+    first.let_go()
+    first.wait(lambda: first.job()["status"] == "SUCCEEDED", "the end of the first run")
+    assert hold(cluster, "127.0.0.1", "bob", 4e9) == ["127.0.0.1"] and pause(cluster, None)
+    shown = queue(cluster.address)
+    assert [one["run"] for one in shown["waiting"]] == ["small", "large", "late"] and not shown["running"]
+    assert [(one["node"], one["user"]) for one in shown["rules"]] == [("127.0.0.1", "bob")]
+    assert (shown["waiting"][0]["expected_start"], "0 are free" in shown["why"]) == (4e9, True)
+    assert (shown["waiting"][2]["expected_start"], shown["waiting"][2]["after"]) == (None, [f"{late.store.url}/large"])
+    hold(cluster, "127.0.0.1", None)
+    for waiter in (small, large, late):
+        reader = RunReader(waiter.store, waiter.place.name)
+        first.wait(lambda reader=reader: (reader.status() or {}).get("state") == "SUCCEEDED", waiter.place.name)
+    begun = [RunReader(one.store, one.place.name).events()[0].time for one in (small, large, late)]
+    assert begun == sorted(begun)
+    assert waited_s(late.store, "late") >= waited_s(small.store, "small") > 0
+    assert raypp.run(f"{late.store.url}/late").queued() is None
+    for thread in following:
+        thread.join(60)
+    Waiter(cluster, tmp_path, "never", 1, "high", "ann", after="gone")
+    first.wait(lambda: read_end(late.store, "never") is not None, "the end of a run after a cancelled one")
+    never = read_end(late.store, "never")
+    assert never is not None and never.reason.startswith("gone had to succeed before, and has no recorded end; `")
+    assert small.told[-1] == {"state": "started"} and large.told[-1] == {"state": "started"}
+    first.wait(lambda: not leaders(cluster), "the leader's end, with nothing in the line")
+    assert queue(cluster.address)["waiting"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_runs_of_four_users_have_their_turns_and_their_numbers_though_leaders_die(
+    cluster: Cluster, start_run: StartRun, tmp_path: Path
+) -> None:
+    """Prints how busy the CPUs were, from the first start on, while something waited."""
+    first = hold_cpus(start_run, "all", 16)
+    sizes, priorities, users = (1, 2, 4, 8, 16), tuple[Priority, ...](("normal", "high", "low")), "abcd"
+    waiters = [
+        Waiter(cluster, tmp_path, f"r{n:02}", sizes[n % 5], priorities[n % 3], users[n % 4], steps=400)
+        for n in range(20)
+    ]
+    line, asked, busy = [row["run"] for row in queue(cluster.address)["waiting"]], 0, 0.0
+    assert line == [f"r{n:02}" for part in (1, 0, 2) for n in range(20) if n % 3 == part]
+    first.let_go()
+    killed, began, ends = 0, time.monotonic(), {}
+    while len(ends) < len(waiters):
+        groups = cluster.dashboard.get_json("/api/v0/placement_groups?detail=1&limit=1000")["data"]["result"]["result"]
+        states = [group["state"] for group in groups if group["name"].startswith("raypp/r")]
+        assert states.count("PENDING") <= 1
+        held = [group for group in groups if group["state"] == "CREATED" and group["name"].startswith("raypp/r")]
+        cpus = sum(bundle["unit_resources"]["CPU"] for group in held for bundle in group["bundles"])
+        if len(states) < len(waiters):
+            asked, busy = asked + 1, busy + cpus / 16
+        ends |= {one.place.name: end for one in waiters if (end := read_end(one.store, one.place.name)) is not None}
+        if len(ends) >= 5 * (killed + 1) and killed < 3 and (pids := leaders(cluster)):
+            os.kill(pids[0], signal.SIGKILL)
+            killed += 1
+        time.sleep(0.2)
+    print(
+        f"{busy / asked:.0%} of the CPUs were held while runs waited; {time.monotonic() - began:.0f} s, {killed} kills"
+    )
+    assert {end.state for end in ends.values()} == {"SUCCEEDED"} and killed == 3
+    for waiter in waiters:
+        rows = RunReader(waiter.store, waiter.place.name).history()
+        assert [row["loss"] for row in rows] == [1.0 / step for step in range(1, 401)]
+    begun = {one.place.name: RunReader(one.store, one.place.name).events()[0].time for one in waiters}
+    for size in sizes:  # runs of one size start in the line's order
+        names = [name for name in line if sizes[int(name[1:]) % 5] == size]
+        assert [begun[name] for name in names] == sorted(begun[name] for name in names)
