@@ -234,13 +234,20 @@ def end_backward(module: Any) -> None:
 
 
 def sum_shards_in(module: Any, dtype: torch.dtype) -> None:
-    """Makes FSDP keep and add up the summed gradients of a module in `dtype`, not in the weights'.
-    The parameters must accept such gradients (`grad_dtype`). Changes `FSDPParamGroup._orig_dtype`
-    whenever `_init_mp_dtypes` has set it, which FSDP calls when it starts. Since 2.4; several
+    """Makes FSDP keep and add up the summed gradients of a module in `dtype`, not in the weights',
+    which may have several. The parameters must accept such gradients (`grad_dtype`). Changes
+    `FSDPParamGroup._orig_dtype` whenever `_init_mp_dtypes` has set it, which FSDP calls when it
+    starts, and which refuses parameters of several dtypes: it sees those of one. Since 2.4; several
     groups of a module since 2.13."""
 
     def changed(group: Any, begin: Any) -> None:
+        records = group.fsdp_params
+        dtypes = [one.sharded_param.dtype for one in records if one.sharded_param.requires_grad]
+        group.fsdp_params = [one for one in records if one.sharded_param.dtype in dtypes[:1]]
         begin()
+        group.fsdp_params = records
+        for one in records:
+            one.init_dtype_attrs(group.mp_policy)
         if group._orig_dtype is not None:  # something is trained
             group._orig_dtype = dtype
 

@@ -94,9 +94,6 @@ def _remarks(job: Job) -> Iterator[str]:
     if warm_up > steps:
         reached = f"the learning rate reaches {job.train.learning_rate(steps):.3g} of {job.train.optimizer.lr:g}"
         yield f"train.lr_schedule.warmup_steps: {warm_up:,} is longer than the run of {steps:,} steps: {reached}"
-    if job.train.dtypes.narrow_weights and any(map(job.model.delta_rule, range(job.model.num_layers))):
-        rounded = "keeps A_log, dt_bias and the convolution of the delta rule in bf16 only"
-        yield f"train.precision: bf16_pure {rounded}; transformers has A_log and dt_bias in fp32, as bf16 has here"
     if SOURCES.get(job.data.kind).endings and not _is_one_pass(job):
         from raypp.rank.data.loader import passes_of_small_data  # imports NumPy
 

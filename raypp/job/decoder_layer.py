@@ -155,9 +155,9 @@ def delta_projections(rule: DeltaRule, layer: Layer) -> dict[str, int]:
 
 def _delta_rule(options: DecoderOptions, layer: Layer, rule: DeltaRule) -> Iterator[Weight]:
     """Yields the parameters of `raypp.stages.models.delta_rule.GatedDeltaRule`."""
-    yield Weight("linear_attn.dt_bias", (rule.value_heads,), "norm", initial=1.0)
-    yield Weight("linear_attn.A_log", (rule.value_heads,), "norm", initial="decay")
-    yield Weight("linear_attn.conv1d.weight", (rule.channels, 1, rule.kernel), "norm")
+    yield Weight("linear_attn.dt_bias", (rule.value_heads,), "norm", initial=1.0, fp32=True)
+    yield Weight("linear_attn.A_log", (rule.value_heads,), "norm", initial="decay", fp32=True)
+    yield Weight("linear_attn.conv1d.weight", (rule.channels, 1, rule.kernel), "norm", fp32=True)
     for name, rows in delta_projections(rule, layer).items():
         yield from _linear(f"linear_attn.{name}", rows, options.hidden_size, "attention")
     yield Weight("linear_attn.norm.weight", (rule.value_dim,), "norm")

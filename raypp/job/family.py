@@ -37,6 +37,8 @@ class Weight:
         transposed: Its last two dims are in and out.
         initial: All its initial values. `decay`: logarithms of numbers uniform in 0.01 to 16. None:
             1 for gains, 0 for biases, else random.
+        fp32: It is trained in fp32 with `bf16_pure`, too. There are few of them, and bf16 is too
+            coarse for their updates.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Weight:
     residual: bool = False
     initial: float | Literal["decay"] | None = None
     transposed: bool = False
+    fp32: bool = False
 
     @property
     def parameters(self) -> int:
@@ -188,6 +191,11 @@ class Family(Kind):
     def state_names(self, options: DecoderOptions) -> frozenset[str]:
         """Returns the global names of the model's `state`."""
         return frozenset(name for name, weight in self.model_weights(options).items() if weight.part == "state")
+
+    def fp32_names(self, options: DecoderOptions) -> frozenset[str]:
+        """Returns the global names of the parameters that are trained in fp32 in every
+        precision."""
+        return frozenset(name for name, weight in self.model_weights(options).items() if weight.fp32)
 
     def model_weights(self, options: DecoderOptions) -> dict[str, Weight]:
         """Returns the parameters of the whole model in order. Tied embeddings appear once."""

@@ -88,6 +88,9 @@ class OriginalFiles(Section):
     """Where a multimodal model is, whose tensors beside the text an export puts back."""
     rest_id: str | None = None
     """Identity of its weights."""
+    fp32: tuple[str, ...] = ()
+    """Which parameters its files have in fp32 beside narrower ones, by their name in a layer, of
+    those that are trained in fp32 in every precision."""
 
 
 class DecoderOptions(Section):

@@ -150,6 +150,9 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
     device's: nothing is saved, and blocks are copied within it."""
     share = _trained_share(job, stages, cut)
     weights, optimizer = job.train.dtypes.weights.bytes * share, state_bytes(job, share)
+    if job.train.dtypes.narrow_weights:  # a few are there in fp32, and bf16 is their copy
+        wide = sum(sizes_of(job.model).stage_fp32(_span(stage, cut, False)["layers"]) for stage in stages)
+        weights += FP32.bytes * -(-wide // job.mesh.shards)
     if not job.train.optimizer.offload:
         return HeldState(weights, optimizer, weights + optimizer)
     ends = 0 in stages or len(cut) - 1 in stages

@@ -39,6 +39,7 @@ class LayerSize:
             in `also_train`.
         expert_adapters: Those of them that belong to experts.
         adapted: Parameters of adapters' matrices that each token is multiplied by.
+        fp32: Parameters that are trained in fp32 in every precision.
     """
 
     parameters: int
@@ -50,6 +51,7 @@ class LayerSize:
     trained: int = 0
     expert_adapters: int = 0
     adapted: int = 0
+    fp32: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class ModelSizes:
     def stage_experts(self, layers: range) -> int:
         """Returns the parameters of a stage that belong to experts."""
         return self._sum("experts", layers)
+
+    def stage_fp32(self, layers: range) -> int:
+        """Returns the parameters of a stage that are trained in fp32 in every precision."""
+        return self._sum("fp32", layers)
 
     def stage_trained(self, layers: range, *, first: bool, last: bool) -> tuple[int, int]:
         """Returns the parameters of a stage that are trained, and those of them of experts."""
@@ -180,16 +186,18 @@ def _with_adapters(weights: Sequence[Weight], adapters: Sequence[Adapter], model
         trained=own.parameters + norms,
         expert_adapters=own.experts,
         adapted=own.multiplied,
+        fp32=0,
     )
 
 
 def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
-    parameters = experts = multiplied = inner = largest = 0
+    parameters = experts = multiplied = inner = largest = fp32 = 0
     chosen = getattr(model, "experts_per_token", 0)
     for weight in weights:
         if weight.part == "state":
             continue
         parameters += weight.parameters
+        fp32 += weight.parameters if weight.fp32 else 0
         largest = max(largest, weight.parameters)
         passes = 1
         if weight.part == "experts":
@@ -199,7 +207,7 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
             multiplied += passes * prod(weight.shape[-2:])
         if weight.residual and weight.part in ("feed_forward", "experts"):
             inner += passes * weight.shape[-2 if weight.transposed else -1]
-    return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest)
+    return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest, fp32=fp32)
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:

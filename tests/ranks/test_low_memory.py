@@ -50,6 +50,24 @@ def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(way: str) -> 
     assert_identical(trained(job(way, pp=2)), trained(job(way)))
 
 
+def test_parameters_in_fp32_keep_updates_that_are_smaller_than_a_step_of_bf16() -> None:
+    model = {"kind": "qwen3_5", "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    train = PURE | {"optimizer": {"kind": "adamw", "lr": 1e-5}}
+
+    def wide(steps: int, **mesh: Any) -> torch.Tensor:
+        weights = trained(document(microbatches=4, model=model, train=train, **mesh), steps)["weights"]
+        found = {name: value for name, value in sorted(weights.items()) if value.dtype == torch.float32}
+        assert len(found) == 3 * 3 and {value.dtype for value in weights.values()} == {torch.float32, torch.bfloat16}
+        return torch.cat([value.flatten() for value in found.values()])
+
+    alone = wide(STEPS)
+    assert_identical(*(trained(document(microbatches=4, model=model, train=train, pp=pp)) for pp in (2, 1)))
+    for mesh in ({}, {"fsdp": 2}, {"fsdp": 2, "reduce_gradients": "each_microbatch"}):
+        before, after = wide(1, **mesh), wide(STEPS, **mesh)
+        assert (after != before).float().mean() > 0.9 and (after - before).abs().max() < 1e-4
+        assert (after - alone).abs().mean() < 1e-6
+
+
 MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
 DATA_PARALLEL = [(way, axis) for way in WAYS if way != "tied" for axis in ("fsdp", "dp_replicate")]
 

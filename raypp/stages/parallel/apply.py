@@ -27,13 +27,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from raypp.errors import RayppError
 from raypp.job.job import Job
+from raypp.job.known_families import family_of
 from raypp.job.lora import quantised_base
 from raypp.job.precision import FP32
 from raypp.stages.models import grouped_products
 from raypp.stages.models.products import defer_in
 from raypp.stages.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.stages.models.recomputed import recomputed
-from raypp.stages.parallel.compute_copies import ComputeCopies, sum_in_fp32
+from raypp.stages.parallel.compute_copies import ComputeCopies, sum_in
 from raypp.stages.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.stages.parallel.rank_groups import RankGroups
 from raypp.stages.parallel.replica_sums import ReplicaSums
@@ -74,10 +75,14 @@ def prepare_stage(
     """
     if quantised_base(job.model) is not None:
         store_rest(stage, compute_dtype(job))
-    dtypes = job.train.dtypes
+    dtypes, family = job.train.dtypes, family_of(job.model)
+    masters = False
     if dtypes.narrow_weights:
-        for parameter in stage.parameters():
-            if parameter.is_floating_point():  # not the bytes of a quantised base
+        wide = frozenset() if family is None else family.fp32_names(job.model)
+        for name, parameter in stage.named_parameters():
+            if name in wide and parameter.requires_grad:
+                masters = True
+            elif parameter.is_floating_point():  # not the bytes of a quantised base
                 parameter.data = parameter.data.to(torch_dtype(dtypes.weights))
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
@@ -103,8 +108,10 @@ def prepare_stage(
     if replica_sums is not None:
         replica_sums.allocate(stage)
     if (data_mesh is None or job.reduces_each) and dtypes.gradients is not dtypes.weights:
-        sum_in_fp32(stage)
-    if data_mesh is None and dtypes.copies_weights:
+        sum_in(stage, torch_dtype(dtypes.gradients))
+    elif data_mesh is not None and masters:
+        sum_in(stage, torch_dtype(dtypes.weights))
+    if data_mesh is None and (dtypes.copies_weights or masters):
         ComputeCopies(stage, compute_dtype(job), torch_dtype(dtypes.reduce), _held_whole(stage, job))
     return PreparedStage(stage, replica_sums)
 

@@ -104,17 +104,20 @@ def computing(stages: Iterable[nn.Module]) -> Iterator[None]:
 # separate backwards of weights, `torch_private.add_to_sums`), and rounds the sum over all ranks to
 # bf16. If every backward sums over ranks, it would round each of these sums, unless a parameter
 # says so. Elsewhere torch's autograd does it, if a parameter says so.
+#
+# A few parameters are in fp32 beside bf16 weights (`Weight.fp32`). FSDP gives all that it reduces
+# together one dtype: their sums are rounded to bf16, too.
 
 
-def sum_in_fp32(stage: nn.Module) -> None:
-    """Makes the gradients of a stage's bf16 parameters fp32. Not for stages that FSDP manages and
-    reduces once a step."""
+def sum_in(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the gradients of a stage's parameters this dtype. Not fp32 for stages that FSDP manages
+    and reduces once a step."""
     for parameter in stage.parameters():
-        if parameter.dtype == torch.bfloat16 and parameter.requires_grad:
-            parameter.grad_dtype = torch.float32
+        if parameter.dtype != dtype and parameter.requires_grad:
+            parameter.grad_dtype = dtype
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            sum_shards_in(module, torch.float32)
+            sum_shards_in(module, dtype)
 
 
 def fill_wide_gradients(stages: Iterable[nn.Module]) -> None:

@@ -37,7 +37,7 @@ def sharded_like(tensor: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
 def zero_gradient(parameter: Tensor) -> Tensor:
     """Returns zeros `[...]` as a parameter's gradient, on the device that computes. The parameter's
     own memory may be in host memory (`train.optimizer_offload`)."""
-    return torch.zeros_like(parameter, device=parameter.device)
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype, device=parameter.device)
 
 
 def counts_here(parameter: Tensor) -> bool:

@@ -20,7 +20,7 @@ from raypp.job.models import DecoderOptions, OriginalFiles
 from raypp.job.rope import CONTEXT_FIXING
 from raypp.state.checkpoint.commit import Commit
 from raypp.state.checkpoint.run_spec import read_spec
-from raypp.state.hf.model_files import KEY, HfFiles, base_identity
+from raypp.state.hf.model_files import EMBEDDING, KEY, HfFiles, base_identity
 from raypp.state.hf.text_config import multimodal, text_config, with_text_changes
 from raypp.storage import ObjectStore, StoreError
 from raypp.untrusted.documents import Bounds, parse_object
@@ -49,6 +49,7 @@ def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, 
         generation_config=None if generation is None else _text(generation),
         rest=files.store.url if rest else None,
         rest_id=base_identity(files) if rest else None,
+        fp32=_in_fp32(options, files),
     )
     if rest and len(kept.config) > TEXT:
         fault = f"{files.place('config.json')} has {len(kept.config):,} characters, of which a run keeps {TEXT:,}"
@@ -58,6 +59,25 @@ def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, 
         context = options.max_context if fixed else options.max_context or _length(text_config(config))
         return options.model_copy(update={"original": None, "max_context": context})
     return options.model_copy(update={"original": kept})
+
+
+def _in_fp32(options: DecoderOptions, files: HfFiles) -> tuple[str, ...]:
+    """Returns `OriginalFiles.fp32`. Empty if headers cannot be read: whoever reads the weights
+    reports that."""
+    family = family_of(options)
+    names = frozenset() if family is None else family.fp32_names(options)
+    if not names:
+        return ()
+    with suppress(CheckpointError, StoreError):
+        there = files.tensors([*names, EMBEDDING])
+        if EMBEDDING in there and there[EMBEDDING].dtype != "F32":
+            return tuple(sorted({in_layer(name) for name in names & there.keys() if there[name].dtype == "F32"}))
+    return ()
+
+
+def in_layer(name: str) -> str:
+    """Returns the name of a parameter within its layer."""
+    return name.removeprefix("model.layers.").partition(".")[2]
 
 
 def saved_options(store: ObjectStore, commit: Commit) -> DecoderOptions:

@@ -11,13 +11,15 @@ from math import prod
 from typing import Any
 
 from raypp.errors import CheckpointError, Problem
+from raypp.job.known_families import family_of
 from raypp.job.models import DecoderOptions
 from raypp.state.checkpoint.arrays import FLOATS, convert
 from raypp.state.checkpoint.commit import Commit
 from raypp.state.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.state.hf.config import config_from_options
+from raypp.state.hf.model_files import EMBEDDING
 from raypp.state.hf.names import hf_parts, model_tensors, state_names
-from raypp.state.hf.original import exported_config, model_context, saved_options, trained_length
+from raypp.state.hf.original import exported_config, in_layer, model_context, saved_options, trained_length
 from raypp.state.hf.tensor import HfTensor
 from raypp.state.hf.unused_tensors import Rest
 from raypp.storage import ObjectStore
@@ -72,9 +74,11 @@ def export_hf(
     Adapters are merged with the frozen weights. What a multimodal model has beside its text is put
     back as it was, except that FP8 becomes bf16. config.json is written last: a directory that has
     it is complete. `dtype`: safetensors' name of the dtype of all trained tensors; None: as saved,
-    and merged weights as the frozen ones. `shard_bytes`: maximum bytes of tensors in one file.
-    `job`: the run's resolved job, for its tokenizer; None: the commit's. `tokenizer`: another one:
-    `bytes`, or the path of a tokenizer.json. `progress`: gets the bytes written since its last.
+    and merged weights as the frozen ones. Parameters that are trained in fp32 beside narrower ones
+    are in fp32 if they are in the files that the run began with. `shard_bytes`: maximum bytes of
+    tensors in one file. `job`: the run's resolved job, for its tokenizer; None: the commit's.
+    `tokenizer`: another one: `bytes`, or the path of a tokenizer.json. `progress`: gets the bytes
+    written since its last.
 
     Raises:
         JobError: The model's family has no Hugging Face format, or frozen weights are not there; or
@@ -135,7 +139,9 @@ def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype
     tensors are missing or have other shapes; names all of them."""
     tensors: list[_Tensor] = []
     problems: list[Problem] = []
-    state = state_names(options)
+    state, family, original = state_names(options), family_of(options), options.original
+    masters = frozenset() if family is None or original is None else family.fp32_names(options)
+    main = dtype or (saved.infos[EMBEDDING].dtype if EMBEDDING in saved.infos else None)
     for name, shape in model_tensors(options).items():
         info = saved.infos.get(name)
         if info is None or info.shape != shape:
@@ -143,6 +149,8 @@ def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype
             problems.append(Problem(name, fault))
             continue
         kind = dtype if dtype is not None and info.dtype in FLOATS and name not in state else info.dtype
+        if name in masters and original is not None:
+            kind = "F32" if in_layer(name) in original.fp32 else main or kind
         tensors += [_Tensor(part.name, part.shape, kind, info, part.expert) for part in hf_parts(name, shape)]
     if problems:
         raise CheckpointError(problems)

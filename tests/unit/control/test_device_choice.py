@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_models import small_options
 
-from raypp.api.checked_job import checked, plan
+from raypp.api.checked_job import plan
 from raypp.control.client import device_for, facts_of, precision_remark
 from raypp.control.clusters.dashboard import NodeResources
 from raypp.errors import JobError, ResourcesError
 from raypp.job.job import Job
-from raypp.job.job_file import job_file
 from raypp.job.load import parse_job
 from raypp.planning import fit_search
 from raypp.planning.costs import DEVICES, device_named
@@ -162,10 +160,3 @@ def test_no_lever_computes_in_what_the_card_lacks() -> None:
         search = fit_search._Search(Machines.alike(2, 1, None), device_named(card), math.inf, {})
         levels = [changes for lever in LEVERS for changes in search._levels(lever, fp32)]
         assert {str(changes["train.precision"]) for changes in levels if "train.precision" in changes} == offered
-
-
-def test_what_bf16_pure_rounds_of_a_delta_rule_is_said_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    model = small_options("qwen3_5").model_dump(mode="json", exclude_none=True)
-    for precision, count in (("bf16", 0), ("bf16_pure", 1)):
-        checked(job_file(job(mesh={}, model=model, train={"precision": precision})))
-        assert caplog.text.count("train.precision: bf16_pure keeps A_log, dt_bias") == count

@@ -12,17 +12,22 @@ import torch
 from hf_models import tensors_of, written
 from lazily import Lazily
 from safetensors.torch import load_file, save_file
+from test_adapters import saved
 from their_models import keys_of, loaded, options_in, run, their_config, their_instance
 
 from raypp.cli.checkpoint_commands import _run_of_job, _run_of_place
 from raypp.errors import CheckpointError, JobError
 from raypp.job.job_file import load_job
 from raypp.job.known_families import FAMILIES
-from raypp.job.load import job_document
+from raypp.job.load import job_document, parse_job
 from raypp.job.models import DecoderOptions
+from raypp.stages.models.stage import build_stage
+from raypp.stages.parallel.apply import prepare_stage
 from raypp.state.checkpoint.commit import read_commit
+from raypp.state.checkpoint.load_checkpoint import load_checkpoint
 from raypp.state.hf.from_hf import hf_options, with_hf_sizes
 from raypp.state.hf.import_model import import_hf
+from raypp.state.hf.initial_weights import load_from_hf
 from raypp.state.hf.model_files import HfFiles
 from raypp.storage.directory import DirectoryStore
 from raypp.tools.export.export_model import export_hf
@@ -31,6 +36,7 @@ from raypp.tools.inference.source import find_source
 transformers: Any = Lazily("transformers")
 SYNTHETIC = {"kind": "synthetic", "seq_len": 16}
 TOKENS = torch.arange(24).unsqueeze(0)
+CPU = torch.device("cpu")
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -62,6 +68,35 @@ def test_an_export_is_the_config_that_the_run_began_with(kind: str, tmp_path: Pa
     assert ours == theirs
     again, before = (transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("out", "theirs"))
     assert again.to_diff_dict() == before.to_diff_dict()
+
+
+@pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
+def test_trained_parameters_have_the_dtypes_that_the_run_began_with(precision: str, tmp_path: Path) -> None:
+    """Beside bf16 some files have A_log in fp32, others all; training has more of them in fp32."""
+    written("qwen3_5", tmp_path / "theirs", vocab_size=300, dtype=torch.bfloat16)
+    source, masters = tmp_path / "theirs", ("A_log", "dt_bias", "conv1d.weight")
+    tensors = {n: (v.float() if n.endswith("A_log") else v).clone() for n, v in tensors_of(source).items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    options = hf_options(DecoderOptions(from_hf=str(source)))
+    job = {"name": "run", "model": options.model_dump(mode="json"), "train": {"precision": precision}}
+    layers = range(options.num_layers)
+    stage, fresh = (
+        prepare_stage(build_stage(options, layers, first=True, last=True), parse_job(job), None, CPU).module
+        for _ in range(2)
+    )
+    load_from_hf(str(source), [stage])
+    trained = {name: weight for name, weight in stage.named_parameters() if name.endswith(masters)}
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.add_(1e-4)
+    assert trained and {weight.dtype for weight in trained.values()} == {torch.float32}
+    store, commit = saved(stage, options, tmp_path / "store")
+    export_hf(store, commit, DirectoryStore(tmp_path / "out"), dtype=None if precision == "bf16_pure" else "BF16")
+    out = tensors_of(tmp_path / "out")
+    assert {name: value.dtype for name, value in out.items()} == {name: value.dtype for name, value in tensors.items()}
+    assert all(torch.equal(out[name], weight.to(out[name].dtype)) for name, weight in trained.items())
+    load_checkpoint(store, "run", 1, [fresh], None)
+    assert all(torch.equal(fresh.get_parameter(name), weight) for name, weight in stage.named_parameters())
 
 
 def test_a_server_reads_the_same_context_and_ends(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from raypp.stages.parallel.expert import moe_blocks
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 64, "vocab_size": 31}
 EXPERTS = {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}
+DELTA = {"kind": "qwen3_5", "layer_types": ["linear_attention", "full_attention"]}
 QUANTISED = {"lora": {"rank": 4, "base": "nf4"}}
 
 
@@ -75,6 +76,28 @@ def test_bf16_weights_sum_their_gradients_in_the_dtype_of_the_job(dtype: str) ->
     for parameter in module.parameters():
         assert parameter.dtype == torch.bfloat16
         assert (parameter.grad_dtype is torch.float32) == (dtype == "fp32")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
+@pytest.mark.parametrize(("shape", "dtype"), [((), torch.float32), ((1,), torch.bfloat16)])
+def test_what_a_family_declares_is_in_fp32_beside_bf16_weights(
+    shape: tuple[int, ...], dtype: torch.dtype, sums: str
+) -> None:
+    module: Any = prepared(*shape, model=DELTA, precision="bf16_pure", reduce_dtype=sums).module
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            (parameter.to_local() if shape else parameter).normal_(0, 0.3)
+    with computing([module]):
+        for _ in range(2):
+            module(tokens, tokens, PackedDocuments.of_rows([[16]], 16)).float().square().sum().backward()
+    wide = {name: parameter for name, parameter in module.named_parameters() if parameter.dtype == torch.float32}
+    assert {*wide} == {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")}
+    assert {parameter.grad.dtype for parameter in wide.values()} == {dtype}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32, torch.bfloat16}
+    frozen = prepared(model={**DELTA, "lora": {"base": "bf16"}}, precision="bf16_pure").module
+    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
 
 
 def test_bf16_weights_leave_a_quantised_base_as_it_is() -> None:
