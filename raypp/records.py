@@ -265,7 +265,8 @@ EventKind = Literal[
     "submitted", "device_chosen", "stop_requested", "succeeded", "failed", "stopped",
     # of the controller
     "attempt_started", "seated", "rank_failed", "stacks", "restarting", "reshaped", "no_smaller_mesh", "node_left_out",
-    "waiting", "controller_restarted", "takeover_refused", "spares_held", "spares_missing", "spares_released",
+    "room_asked", "waiting", "controller_restarted", "takeover_refused", "spares_held", "spares_missing",
+    "spares_released",
     # of ranks that start
     "attention", "compile", "cuda", "data", "lookahead", "mixed_devices", "network", "offload", "refused_connection",
     "checkpoint_rejected", "learning_rate", "loaded_from_hf", "loaded_from_run", "resumed", "restored", "sync",

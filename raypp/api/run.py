@@ -14,7 +14,8 @@ from raypp.api.run_control import RunControl
 from raypp.api.submission import enqueue, prepare, start
 from raypp.control.clusters import known_runs
 from raypp.control.queue import client
-from raypp.control.queue.ticket import Priority, place_in_words, place_of
+from raypp.control.queue.line import Priority
+from raypp.control.queue.ticket import place_in_words, place_of
 from raypp.job.job import Job
 from raypp.job.job_file import job_file
 from raypp.state.run_records.status import loss_text, mesh_text, speed_text
@@ -131,7 +132,7 @@ def submit(
         resume: Resume the run of this name from its newest checkpoint.
         wait: Return when the run has ended.
         now: Refuse a run that gets no devices now.
-        priority: high | normal | low: of a run that waits.
+        priority: high | normal | low.
         user: Whose run it is, for the record; None: the operating system's name.
         after: Runs, or URL/NAME, that have to succeed first.
 
@@ -143,7 +144,7 @@ def submit(
     """
     prepared = prepare(checked(job_file(job)), address, resume, _log.warning, now=now, after=after)
     if not prepared.waits:
-        submitted = Run(start(prepared, _log.warning, user=user))
+        submitted = Run(start(prepared, _log.warning, priority=priority, user=user))
     else:
         queued = enqueue(prepared, _log.warning, priority, user)
         submitted = Run(queued.place)

@@ -17,8 +17,8 @@ from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.find_run import ended_status, find_run, present_status, runs_below
 from raypp.control.queue import client as queue_client
 from raypp.control.queue.client import line_exists, user_name
-from raypp.control.queue.line import Need
-from raypp.control.queue.ticket import Priority, Ticket, circle, kept_place, write_ticket
+from raypp.control.queue.line import Need, Priority
+from raypp.control.queue.ticket import Ticket, circle, kept_place, write_ticket
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, ResourcesError, UnreachableError
 from raypp.job.checks import check_training
 from raypp.job.job import Job
@@ -178,7 +178,7 @@ def _resources(job: Job, cluster: Cluster, now: bool) -> tuple[Facts, Job, str]:
         return facts, job, error.problems[0].fault
 
 
-def start(prepared: Prepared, say: Say, *, user: str | None = None) -> RunPlace:
+def start(prepared: Prepared, say: Say, *, priority: Priority = "normal", user: str | None = None) -> RunPlace:
     """Submits the run and remembers it on this machine. `user`: for the record; None: the operating
     system's.
 
@@ -210,6 +210,7 @@ def start(prepared: Prepared, say: Say, *, user: str | None = None) -> RunPlace:
             before=write,
             files=prepared.files,
             user=user_name(user),
+            priority=priority,
         )
     except NoAnswerError as error:
         if not asked:
@@ -233,7 +234,7 @@ def enqueue(prepared: Prepared, say: Say, priority: Priority = "normal", user: s
     job, store, cluster, who = prepared.file.job, prepared.store, prepared.cluster, user_name(user)
     number = _next_number(prepared)
     options: dict[str, Any] = {"facts": prepared.facts, "number": number, "files": prepared.files}
-    options["after"] = prepared.after
+    options |= {"after": prepared.after, "priority": priority}
     document = client.ray_job(job, cluster, store.url, **options, user=who, later=True)
     need = Need(job.mesh.world, float(job.resources.cpus_per_rank), float(prepared.facts.device == "cuda"))
     at = kept_place(store, job.name, number)

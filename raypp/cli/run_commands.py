@@ -30,8 +30,7 @@ from raypp.cli.render import curve, error_facts, facts, one_line, show_event, st
 from raypp.control.clusters.find import Cluster
 from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.find_run import POLL_S, Records, follow
-from raypp.control.queue.line import PRIORITIES
-from raypp.control.queue.ticket import Priority
+from raypp.control.queue.line import PRIORITIES, Priority
 from raypp.errors import EXIT_INTERRUPTED, size_text
 from raypp.records import END_EVENTS, Event, RunState
 from raypp.state.checkpoint.run_spec import read_end
@@ -57,9 +56,7 @@ _PLACE_KEYS = {"job_id": "submission_id", "address": "address", "url": "url"}
 @click.option("--resume", is_flag=True, help="Resume the run of this name from its newest checkpoint.")
 @click.option("--name", metavar="NAME", help="The run's name, in place of the job's.")
 @click.option("--now", is_flag=True, help="Do not wait in line: end with exit code 4 if the devices are taken.")
-@click.option(
-    "--priority", type=click.Choice(list(PRIORITIES)), default="normal", help="Of a run that has to wait.  [normal]"
-)
+@click.option("--priority", type=click.Choice(list(PRIORITIES)), default="normal", help="In the line.  [normal]")
 @click.option("--after", multiple=True, metavar="RUN", help="Wait until RUN has succeeded. May be repeated.")
 @click.option("--user", metavar="NAME", help="Whose run it is, for the record.  [default: your login]")
 def submit_command(
@@ -106,7 +103,7 @@ def submit_command(
             return
         raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json, again))
     try:
-        place = start(prepared, say, user=user)
+        place = start(prepared, say, priority=priority, user=user)
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ()):
             echo(err=True)

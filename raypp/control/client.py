@@ -21,6 +21,7 @@ from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, depos
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RunRequest, forks_workers
+from raypp.control.queue.line import Priority
 from raypp.control.reshape import best_for, reshaped
 from raypp.errors import JobError, Problem, ResourcesError, size_text
 from raypp.job.availability import own_files
@@ -221,6 +222,7 @@ def submit_run(
 
 def ray_job(
     job: Job, cluster: Cluster, url: str, *, facts: Facts = ON_CPUS, number: int = 0, user: str = "",
+    priority: Priority = "normal",
     files: Mapping[str, bytes] = MappingProxyType({}), rank_function: str | None = None, later: bool = False,
     after: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
@@ -241,6 +243,8 @@ def ray_job(
         store=url,
         number=number,
         queued=later,
+        user=user,
+        priority=priority,
         after=list(after),
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)

@@ -110,10 +110,21 @@ class Controller:
         return {"state": None} if outcome is None else asdict(outcome)
 
     def facts(self, _patience_s: float) -> dict[str, Any]:
-        """Returns the current status, this process' id, and the seconds that the remaining steps
-        take (None: unknown)."""
-        record = self._leader.record
-        return {**record.status().as_dict(), "controller_pid": os.getpid(), "left_s": record.seconds_left()}
+        """Returns the current status and this process' id."""
+        return {**self._leader.record.status().as_dict(), "controller_pid": os.getpid()}
+
+    def for_line(self) -> dict[str, Any]:
+        """Returns what the line must know of the run: see `Leader.for_line`."""
+        return self._leader.for_line()
+
+    def give_way(self, ranks: int, why: str) -> None:
+        """Makes the run go on with so many ranks, or with 0 wait in the line, after a save. `why`:
+        who needs the room."""
+        self._leader.give_way(ranks, why)
+
+    def take_turn(self) -> None:
+        """Tells the run, which gave way, that it has its turn."""
+        self._leader.take_turn()
 
     def over_for_another(self, submission_id: str) -> bool:
         """Returns whether this controller has ended its run and the caller is the Ray job of a

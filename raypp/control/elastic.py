@@ -24,10 +24,14 @@ _STEADY_S = 3.0
 
 class ElasticSizing:
     """The mesh a run should have now. It differs from the job's only with `recovery.elastic`.
-    `job`: as the user wrote it. `record_event`: takes events."""
+    `job`: as the user wrote it. `record_event`: takes events. `others_wait`: returns whether runs
+    that come before wait in the cluster's line: until then, the run does not grow."""
 
-    def __init__(self, job: Job, record_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, job: Job, record_event: Callable[[Event], None], others_wait: Callable[[], bool] = lambda: False
+    ) -> None:
         self._job = job
+        self._others_wait = others_wait
         self._record_event = record_event
         self.options = job.recovery.elastic_options
         self.wanted = shape_of(job)
@@ -36,7 +40,8 @@ class ElasticSizing:
         chosen."""
         self._best: dict[int, Shape | None] = {}
         self._last: Shape | None = None
-        self._why = ""
+        self.why = ""
+        """Why the mesh changes, for the event."""
         self._checked_at = 0.0
         self._room_since: float | None = None
         self._reported_bad: set[str] = set()
@@ -65,6 +70,13 @@ class ElasticSizing:
         already."""
         self._last = shape
 
+    def smaller(self, machine: m.Machine) -> list[int]:
+        """Returns with how many ranks the run can go on for one of higher priority; most first."""
+        sizes, room = list[int](), self.shape(machine).world - 1
+        while self._job.recovery.elastic and (shape := self.best(room)) is not None:
+            sizes, room = [*sizes, shape.world], shape.world - 1
+        return sizes + [0] * self._job.recovery.preemptible
+
     def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> None:
         """Adapts placement and processes to the next attempt's mesh and to excluded nodes. Another
         mesh needs other processes."""
@@ -72,7 +84,7 @@ class ElasticSizing:
         excluded = self._excluded(machine, placement, shape.world)
         last = self._last or self.wanted
         if shape != last:
-            self._record_event(reshape_event(last, shape, self._why, machine.attempt))
+            self._record_event(reshape_event(last, shape, self.why, machine.attempt))
         if shape != last or placement.world != shape.world or excluded != placement.excluded:
             workers.empty_bundles()
             placement.remove()
@@ -111,7 +123,7 @@ class ElasticSizing:
             self._record_event(Event("no_smaller_mesh", message, attempt=machine.attempt))
         if best is None or best.world >= current.world:
             return None
-        self._why = f"there was room for only {room} of {current.world} ranks for {waited:.0f} s"
+        self.why = f"there was room for only {room} of {current.world} ranks for {waited:.0f} s"
         return m.Reshape(best, current.world)
 
     def _larger(self, machine: m.Machine, placement: Placement, now: float) -> m.Reshape | None:
@@ -123,9 +135,9 @@ class ElasticSizing:
             self._room_since = None
             return None
         self._room_since = self._room_since or now
-        if now - self._room_since < _STEADY_S:
+        if now - self._room_since < _STEADY_S or self._others_wait():
             return None
-        self._why = f"there is room for {best.world} ranks again"
+        self.why = f"there is room for {best.world} ranks again"
         return m.Reshape(best, current.world)
 
     def _excluded(self, machine: m.Machine, placement: Placement, world: int = 0) -> frozenset[str]:

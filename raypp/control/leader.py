@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +26,8 @@ from raypp.control.on_end import tell_end
 from raypp.control.placement import Placement, remove_groups_of
 from raypp.control.protocol import RunRequest
 from raypp.control.queue import rules
+from raypp.control.queue.line import Need
+from raypp.control.queue.ticket import Ticket
 from raypp.control.recovery.policies.default import DefaultPolicy
 from raypp.control.recovery.policy import Policy, policy_of, without_culprit
 from raypp.control.report.reports import Reports
@@ -84,7 +86,7 @@ class Leader:
         self.record = RunRecord(self._store, self._job, f"c-{incarnation}")
         self.reports = Reports(incarnation, self.record)
         self._decisions = Decisions(self._store, Facts.read(request.facts))
-        self._sizing = ElasticSizing(self._job, self.record.event)
+        self._sizing = ElasticSizing(self._job, self.record.event, self._others_wait)
         self._policy: Policy = DefaultPolicy()
         self._preemption = Preemptions()
         spares = Spares(self._sizing.is_full_size)
@@ -137,6 +139,54 @@ class Leader:
             self._apply(m.DelayOver())
         if self.outcome is None:
             self.record.update_status(self.machine, self._attempt.ranks if self._attempt else ())
+
+    # For the line of the cluster, in any thread ---------------------------------------------------
+
+    def for_line(self) -> dict[str, Any]:
+        """Returns `priority`; `need`; `left_s`: how long the remaining steps take, None: unknown;
+        `sizes`: with how many ranks it can go on for a run of higher priority, 0: none, it waits in
+        the line; `gives`: it is about to."""
+        machine, sizes = self.machine, list[int]()
+        if machine.training and not (machine.stop or machine.reshaping):
+            sizes = self._sizing.smaller(machine)
+        more = {"need": asdict(self._need()), "priority": self._request.priority, "gives": machine.reshaping}
+        return {"left_s": self.record.seconds_left(), "sizes": sizes, **more}
+
+    def give_way(self, ranks: int, why: str) -> None:
+        """Takes the line's request for room: see `Controller.give_way`."""
+        self.reports.add(m.RoomAsked(self._sizing.best(ranks) if ranks else None, why))
+
+    def take_turn(self) -> None:
+        """Takes the run's turn in the line."""
+        self.reports.add(m.TurnCame())
+
+    def _need(self) -> Need:
+        bundle = self._placement.bundle
+        return Need(self._placement.world, bundle["CPU"], bundle.get("GPU", 0.0))
+
+    def _join_line(self) -> None:
+        """Releases the devices and puts the run into the line, behind those that wait there now."""
+        # Imported here: most runs never wait in the line.
+        from raypp.control.queue.cluster_view import join_again
+
+        self._workers.empty_bundles()
+        self._placement.remove()
+        self._placement.held = rules.held_nodes
+        join_again(self._ticket())
+        self.record.waits("gave way, and waits in the line; `raypp queue` shows its place", self.machine.attempt)
+
+    def _others_wait(self) -> bool:
+        # Imported here: most runs keep their mesh.
+        from raypp.control.queue.cluster_view import others_wait
+
+        return others_wait(self._request.cluster_name, self._request.priority)
+
+    def _ticket(self) -> Ticket:
+        asked = self._request
+        return Ticket(
+            asked.run, asked.store, self._number, asked.user, asked.priority, self._need(), self.record.seconds_left(),
+            {"submission_id": asked.submission_id}, gave_way=True,
+        )  # fmt: skip
 
     # Beginning, and taking over from a killed controller ------------------------------------------
 
@@ -266,6 +316,12 @@ class Leader:
             match notice:
                 case m.Committed():
                     self._apply(notice)
+                case m.RoomAsked() | m.TurnCame():
+                    before = self.machine
+                    self._sizing.why = notice.why if isinstance(notice, m.RoomAsked) else ""
+                    self._apply(notice)
+                    if self.machine.reshaping and not before.reshaping:
+                        self.record.event(run_events.room_event(self._sizing.why, self.machine))
                 case Requests():
                     if not self.machine.stop:
                         self.record.event(run_events.stop_event(notice, self.machine.attempt))
@@ -330,6 +386,8 @@ class Leader:
                     kept, world = len(self._workers.seated), self._placement.world
                     memory = self._job.checkpoint.memory_tier
                     self.record.event(run_events.restart_event(self.machine, command.seconds, kept, world, memory))
+                case m.JoinLine():
+                    self._join_line()
                 case m.Finish():
                     self._finish(command)
 
@@ -390,6 +448,11 @@ class Leader:
             self._end_processes()
         except Exception:
             log.exception("the processes of %s could not be ended", run)
+        if self.machine.gives_way:
+            with contextlib.suppress(Exception):
+                from raypp.control.queue.cluster_view import remove
+
+                remove(self._ticket())
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
         leaves = state is RunState.FAILED or self._sizing.options is not None

@@ -53,7 +53,9 @@ class Machine:
         shape: The mesh of the current or next attempt; None: that of the job.
         reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
-        grows_from: The mesh of the attempt that is to save and end for a larger one.
+        reshapes_from: The mesh of the attempt that is to save and end for another.
+        gives_way: That attempt is to end, or has ended, for a run of higher priority; the next
+            begins when the run has its turn in the line again.
         device: What the ranks run on, cpu or cuda; chosen once.
         unfit: Addresses of nodes that failed a test between attempts, each with the error.
     """
@@ -73,7 +75,8 @@ class Machine:
     shape: Shape | None = None
     reshaping: bool = False
     grown_at: Count | None = None
-    grows_from: Shape | None = None
+    reshapes_from: Shape | None = None
+    gives_way: bool = False
     device: str = ""
     unfit: tuple[tuple[str, str], ...] = ()
 
@@ -169,6 +172,20 @@ class Reshape:
 
 
 @dataclass(frozen=True)
+class RoomAsked:
+    """A run of higher priority, the first of the line, needs devices of this one. `shape`: the
+    smaller mesh to go on with; None: the run is to wait in the line."""
+
+    shape: Shape | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class TurnCame:
+    """The run, which gave way, has its turn in the line."""
+
+
+@dataclass(frozen=True)
 class Finished:
     """Every rank returned normally."""
 
@@ -204,6 +221,8 @@ MachineEvent: TypeAlias = (
     | RankFailed
     | NoResources
     | Reshape
+    | RoomAsked
+    | TurnCame
     | Finished
     | AttemptEnded
     | DelayOver
@@ -241,6 +260,11 @@ class Delay:
 
 
 @dataclass(frozen=True)
+class JoinLine:
+    """Give the devices back, and wait in the line; `TurnCame` follows."""
+
+
+@dataclass(frozen=True)
 class Finish:
     """End the run. `exit_code` is that of the command that follows it."""
 
@@ -249,7 +273,7 @@ class Finish:
     exit_code: int = 0
 
 
-Command: TypeAlias = Launch | EndAttempt | SendRequests | Delay | Finish
+Command: TypeAlias = Launch | EndAttempt | SendRequests | Delay | JoinLine | Finish
 Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
 
 _SAVE_AND_STOP = SendRequests(Requests(stop=True, save_before_stop=True))
@@ -285,13 +309,18 @@ def step(machine: Machine, event: MachineEvent, policy: Policy = _DEFAULT) -> St
             return replace(machine, phase=RunPhase.ENDING, finish=finish, error=event.reason), (EndAttempt(),)
         case Reshape() if machine.finish is None and not machine.stop and not machine.reshaping:
             return _reshape(machine, event)
+        case RoomAsked() if machine.phase is RunPhase.RUNNING and not machine.stop and not machine.reshaping:
+            machine = replace(machine, reshaping=True, reshapes_from=machine.shape, gives_way=event.shape is None)
+            return replace(machine, shape=event.shape or machine.shape), (_SAVE_AND_STOP,)
+        case TurnCame() if machine.phase is RunPhase.WAITING and machine.gives_way:
+            return replace(machine, phase=RunPhase.LAUNCHING, gives_way=False), (Launch(),)
         case Finished(stopped=True) if machine.phase is RunPhase.RUNNING and machine.reshaping and not machine.stop:
             return replace(machine, phase=RunPhase.ENDING, state=RunState.RECOVERING), (EndAttempt(),)
         case Finished() if machine.phase is RunPhase.RUNNING:
             return replace(machine, phase=RunPhase.ENDING, finish=_end_of_work(machine, event)), (EndAttempt(),)
         case AttemptEnded() if machine.phase is RunPhase.ENDING:
             return _after_attempt(machine, policy)
-        case DelayOver() if machine.phase is RunPhase.WAITING:
+        case DelayOver() if machine.phase is RunPhase.WAITING and not machine.gives_way:
             return replace(machine, phase=RunPhase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)
         case StopAsked():
             return _stop(machine, event.save)
@@ -315,6 +344,8 @@ def _take_over(machine: Machine, event: TakenOver, policy: Policy) -> Step:
         return _finish(machine, Finish(RunState.SUCCEEDED))
     if machine.phase is RunPhase.ENDING:
         return _after_attempt(machine, policy)
+    if machine.phase is RunPhase.WAITING and machine.gives_way:
+        return machine, (JoinLine(),)
     before_ranks = machine.phase in (RunPhase.WAITING, RunPhase.LAUNCHING)
     if machine.stop and not (machine.saving_again and before_ranks):
         if (machine.committed_step or 0) >= event.step:
@@ -324,7 +355,7 @@ def _take_over(machine: Machine, event: TakenOver, policy: Policy) -> Step:
     counted = machine.phase is RunPhase.LAUNCHING and machine.attempt_is_over
     restarts = machine.restarts if counted else machine.restarts + 1
     state = RunState.STOPPING if machine.stop else RunState.RECOVERING
-    machine = replace(machine, reshaping=False, grows_from=None)
+    machine = replace(machine, reshaping=False, reshapes_from=None, gives_way=False)
     return replace(machine, phase=RunPhase.LAUNCHING, state=state, restarts=restarts), (Launch(),)
 
 
@@ -375,7 +406,7 @@ def _reshape(machine: Machine, event: Reshape) -> Step:
     committed = machine.committed_step or 0
     progress = machine.grown_at is None or committed > machine.grown_at
     if event.shape.world > event.world and machine.phase is RunPhase.RUNNING and progress:
-        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed, grows_from=machine.shape)
+        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed, reshapes_from=machine.shape)
         return machine, (_SAVE_AND_STOP,)
     return machine, ()
 
@@ -395,12 +426,14 @@ def _failed(machine: Machine, failure: RankFailure) -> Step:
 
 def _after_attempt(machine: Machine, policy: Policy) -> Step:
     """Decides what follows when the attempt has ended."""
-    reshaping, before = machine.reshaping, machine.grows_from
-    machine = replace(machine, reshaping=False, grows_from=None)
+    reshaping, before, gives_way = machine.reshaping, machine.reshapes_from, machine.gives_way
+    machine = replace(machine, reshaping=False, reshapes_from=None, gives_way=False)
     if machine.finish is not None:
         return _finish(machine, machine.finish)
     if machine.stop and not machine.failures:
         return _finish(machine, Finish(RunState.STOPPED))
+    if gives_way and not machine.failures:
+        return replace(machine, phase=RunPhase.WAITING, state=RunState.PENDING, gives_way=True), (JoinLine(),)
     if reshaping and not machine.failures:
         return replace(machine, phase=RunPhase.LAUNCHING), (Launch(),)
     end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
@@ -427,8 +460,9 @@ def save_may_help(machine: Machine) -> bool:
 
 
 def _stop(machine: Machine, save: bool) -> Step:
+    in_line = machine.phase is RunPhase.WAITING and machine.gives_way  # so it has saved
     machine = replace(machine, stop=True, saves=save, state=RunState.STOPPING)
-    if save and machine.phase in (RunPhase.WAITING, RunPhase.LAUNCHING) and save_may_help(machine):
+    if not in_line and save and machine.phase in (RunPhase.WAITING, RunPhase.LAUNCHING) and save_may_help(machine):
         return replace(machine, saving_again=True), (_SAVE_AND_STOP,)
     if machine.phase in (RunPhase.IDLE, RunPhase.WAITING):
         return _finish(machine, Finish(RunState.STOPPED))

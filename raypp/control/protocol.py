@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypp.control.clusters.known_runs import cluster_name
+from raypp.control.queue.line import Priority
 from raypp.job.secret import is_mark
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
 from raypp.state.run_records.json_lines import LogLine
@@ -31,6 +32,7 @@ class RunRequest:
         store: URL of the run's store, in the store's own form; "" in tests with one run of a name.
         number: Of the spec of this submission; 0: the newest when the controller starts.
         queued: It was in the cluster's line, so it comes to no node that is held.
+        user, priority: Of the submission.
         after: Runs that must have succeeded before, as URL/NAME.
     """
 
@@ -42,6 +44,8 @@ class RunRequest:
     store: str = ""
     number: int = 0
     queued: bool = False
+    user: str = ""
+    priority: Priority = "normal"
     after: list[str] = field(default_factory=list)
 
     @property

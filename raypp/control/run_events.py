@@ -71,6 +71,12 @@ def commit_event(commit: Commit) -> Event:
     return Event("committed", message, commit.created, commit.attempt, commit.step, COMMITTING_RANK, details=details)
 
 
+def room_event(why: str, machine: Machine) -> Event:
+    """A run of higher priority needs devices of this one. `why`: which. `machine`: after that."""
+    then = "waits in the line" if machine.gives_way else "goes on with fewer ranks"
+    return Event("room_asked", f"{why}; this run saves, and {then}", attempt=machine.attempt)
+
+
 def stop_event(requests: Requests, attempt: int) -> Event:
     """The operator wants the run to end."""
     how = "after a last checkpoint" if requests.save_before_stop else "at once, without a checkpoint"

@@ -616,6 +616,9 @@ class RecoverySection(Section):
     elastic: bool | ElasticOptions = False
     """Continue with fewer nodes when some are lost, and grow again when nodes return. The global
     batch and the data order do not change. true, or {min_ranks, max_ranks, grace_s}."""
+    preemptible: bool = False
+    """Give all devices to a run of higher priority that waits for them: save, wait in line, and go
+    on in turn. An elastic run gives what it can spare without that."""
     site_timeout_s: float | None = Field(default=None, ge=0, le=limits.SECONDS)
     """With train.sync: {kind: outer}: seconds to wait for a lost site before the run continues with
     the replicas that are left, of the same shape. A site that returns takes part again from an

@@ -18,8 +18,8 @@ from raypp.control import client
 from raypp.control.clusters.find import Cluster
 from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.queue.client import hold, pause
-from raypp.control.queue.line import Need
-from raypp.control.queue.ticket import Priority, Ticket, waited_s, write_ticket
+from raypp.control.queue.line import Need, Priority
+from raypp.control.queue.ticket import Ticket, waited_s, write_ticket
 from raypp.errors import JobError, ResourcesError
 from raypp.job.load import job_document, parse_job
 from raypp.state.checkpoint.run_spec import read_end, write_spec
@@ -33,9 +33,9 @@ class Waiter:
 
     def __init__(
         self, cluster: Cluster, folder: Path, name: str, cpus: int, priority: Priority, user: str, after: str = "",
-        steps: int = 5,
+        steps: int = 5, hold: int = 0,
     ) -> None:  # fmt: skip
-        environment = {"STAND_IN_DIR": str(folder / name)}
+        environment = {"STAND_IN_DIR": str(folder / name), "STAND_IN_HOLD": f"{hold}:1"}
         job = parse_job(
             {
                 "name": name,
@@ -142,6 +142,45 @@ def test_runs_wait_in_order_and_start_in_turn_though_the_leader_dies(
     assert small.told[-1] == {"state": "started"} and large.told[-1] == {"state": "started"}
     first.wait(lambda: not leaders(cluster), "the leader's end, with nothing in the line")
     assert queue(cluster.address)["waiting"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+@pytest.mark.timeout(600)
+def test_runs_make_room_for_one_of_higher_priority_first_by_shrinking_and_go_on_where_they_were(
+    cluster: Cluster, start_run: StartRun, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"steps": 100_000, "resources": {"cpus_per_rank": 1}}
+    wide = start_run("wide", mesh={"fsdp": 8}, recovery={"elastic": {"min_ranks": 4}, "standby": False}, **more)
+    wide.wait_step(3)
+    more["resources"] = {"cpus_per_rank": 8}
+    whole = start_run("whole", mesh={"pp": 1}, recovery={"preemptible": True, "standby": False}, **more)
+    whole.wait_step(3)
+    small = Waiter(cluster, tmp_path, "small", 4, "high", "ann", steps=20, hold=20)
+    whole.wait(lambda: (RunReader(small.store, "small").status() or {}).get("step", 0) >= 10, "the small run")
+    assert "room_asked" not in whole.kinds() and wide.event("room_asked").message == (
+        "small, of priority high, needs 1 × 4 CPU; this run saves, and goes on with fewer ranks"
+    )
+    large = Waiter(cluster, tmp_path, "large", 8, "high", "bob", steps=20, hold=20)
+    whole.wait(lambda: (RunReader(large.store, "large").status() or {}).get("step", 0) >= 10, "the large run")
+    waits = raypp.run(f"{whole.url}/whole").queued()
+    assert waits is not None and (waits["place"], waits["needs"]) == (1, "1 × 8 CPU")
+    assert (whole.status()["state"], "waits in the line" in whole.status()["error"]) == ("PENDING", True)
+    with pytest.raises(JobError, match=r"whole has begun, and waits because it gave way\n.*raypp stop whole"):
+        cancel_waiting(f"{whole.url}/whole", cluster.address)
+    os.kill(whole.controller(), signal.SIGKILL)
+    (leader,) = leaders(cluster)
+    os.kill(leader, signal.SIGKILL)
+    for waiter in (small, large):
+        (tmp_path / waiter.place.name / "go").touch()
+    whole.wait_attempt(2)
+    wide.wait(lambda: len(wide.status()["ranks"]) == 8 and wide.status()["attempt"] == 3, "its whole mesh again")
+    for run in (whole, wide):
+        step = run.status()["step"]
+        run.wait_step(step + 3)
+        assert run.stop()["state"] == "STOPPED" and run.status()["restarts"] == 0
+        assert [step for _, step in run.taken()] == list(range(1, len(run.taken()) + 1)), "no step is taken twice"
+    whole.wait(lambda: not leaders(cluster), "the leader's end, with nothing in the line")
 
 
 @pytest.mark.slow

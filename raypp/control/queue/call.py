@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raypp.control.driver import on_the_head
 from raypp.control.protocol import NAMESPACE
 from raypp.control.queue.ticket import Ticket, moved_before, place_of
 from raypp.errors import JobError
 from raypp.quick_import import quick_import
+from raypp.untrusted.text import shell_word
 
 _LOOK_S, _VIEW_S = 1.0, 5.0
-_SAY_AGAIN_S, _LEADER_S = 60.0, 60.0
+_SAY_AGAIN_S = 60.0
 
 
 def main(method: str, *arguments: str) -> None:
@@ -49,7 +49,7 @@ def join(place: str, detach: str) -> Iterator[dict[str, Any]]:
         if before is not None:
             cluster_view.remove(before)
         cluster_view.write(ticket)
-        _wake_leader()
+        cluster_view.wake()
     devices, said, said_at, look_at = cluster_view.Devices(), None, 0.0, 0.0
     while (now := cluster_view.read(ticket.name)) is not None and not now.started:
         time.sleep(_LOOK_S if said else 0.0)
@@ -75,16 +75,20 @@ def show() -> Iterator[dict[str, Any]]:
 
 def cancel(run: str, url: str) -> Iterator[dict[str, Any]]:
     """Takes a run that waits out of the line, if there is one. Yields the `found` ones, with `url`
-    and `number`, and the names of all in `waiting`. `url`: of its store; empty: of whatever
-    store."""
+    and `number`, the names of all in `waiting`, and why it is `refused`. `url`: of its store;
+    empty: of whatever store."""
     from raypp.control.queue import cluster_view
 
     waiting = cluster_view.Line.read().waiting
     found = _named(waiting, run, url)
-    if len(found) == 1:
+    answer = _found(found, waiting)
+    if len(found) == 1 and found[0].gave_way:
+        fix = f"`raypp stop {shell_word(run)}` ends it; its checkpoint stays"
+        answer["refused"] = [f"{run} has begun, and waits because it gave way", fix]
+    elif len(found) == 1:
         cluster_view.remove(found[0])
-        _wake_leader()
-    yield _found(found, waiting)
+        cluster_view.wake()
+    yield answer
 
 
 def move(run: str, url: str, other: str, other_url: str) -> Iterator[dict[str, Any]]:
@@ -98,7 +102,7 @@ def move(run: str, url: str, other: str, other_url: str) -> Iterator[dict[str, A
     if len(ones) == len(others) == 1 and ones != others:
         try:
             cluster_view.write(moved_before(waiting, ones[0], others[0]))
-            _wake_leader()
+            cluster_view.wake()
         except JobError as error:
             answer |= {"refused": [error.problems[0].fault, error.problems[0].fix]}
     yield answer
@@ -106,14 +110,14 @@ def move(run: str, url: str, other: str, other_url: str) -> Iterator[dict[str, A
 
 def rule(node: str, document: str) -> Iterator[dict[str, Any]]:
     """Puts a rule in force, or with no document takes it back. Yields the `rules` before."""
-    from raypp.control.queue import rules
+    from raypp.control.queue import cluster_view, rules
 
     before = rules.read()
     if document:
         rules.write(rules.Rule.parse(document.encode(), "the rule"))
     else:
         rules.remove(node)
-    _wake_leader()
+    cluster_view.wake()
     yield {"rules": [one.node for one in before]}
 
 
@@ -123,24 +127,6 @@ def _named(waiting: list[Ticket], run: str, url: str) -> list[Ticket]:
 
 def _found(found: list[Ticket], waiting: list[Ticket]) -> dict[str, Any]:
     return {"found": [{"url": one.url, "number": one.number} for one in found], "waiting": [one.run for one in waiting]}
-
-
-def _wake_leader() -> None:
-    """Makes the leader look at the line; makes a leader if there is none."""
-    import ray
-
-    from raypp.control.queue.leader import LineLeader
-
-    end = time.monotonic() + _LEADER_S
-    while True:
-        leader = on_the_head(LineLeader, "raypp/queue", 8)
-        try:
-            if ray.get(leader.look.remote()):
-                return
-        except ray.exceptions.RayActorError:  # it has just ended, or restarts
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,13 @@ def show(cluster: Cluster) -> dict[str, Any]:
 
 def cancel(cluster: Cluster, run: str, url: str = "") -> dict[str, Any]:
     """Takes a run that waits out of the line. Returns the `url` of its store and the `number` of
-    its spec. `url`: of its store; empty: of whatever store. Raises JobError: no such run waits, or
-    several do."""
-    return _the_one(_ask(cluster, "cancel", run, url), "NAME", run)
+    its spec. `url`: of its store; empty: of whatever store. Raises JobError: no such run waits,
+    several do, or it has begun."""
+    answer = _ask(cluster, "cancel", run, url)
+    gone = _the_one(answer, "NAME", run)
+    if refused := answer.get("refused"):
+        raise JobError(Problem("NAME", *refused))
+    return gone
 
 
 def move(cluster: Cluster, url: str, run: str, other_url: str, other: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
@@ -15,16 +15,17 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from ray.util.placement_group import placement_group_table
 
 from raypp.control.clusters.known_runs import cluster_name
+from raypp.control.driver import on_the_head
 from raypp.control.protocol import NAMESPACE
 from raypp.control.queue import rules
-from raypp.control.queue.line import Room, Running, expected_starts, next_move, with_holds
+from raypp.control.queue.line import PRIORITIES, Need, Priority, Room, Running, expected_starts, next_move, with_holds
 from raypp.control.queue.ticket import Ticket
 from raypp.control.ray_nodes import free_per_node
 from raypp.errors import RayppError
 
 _SPACE = "raypp-queue"
 """Namespace of the tickets in Ray's key-value store."""
-_ASK_EVERY_S, _ASK_S = 5.0, 3.0
+_ASK_EVERY_S, _ASK_S, _WAKE_S = 5.0, 3.0, 60.0
 
 
 def ready(waiting: Sequence[Ticket], started: Sequence[Ticket] = ()) -> list[Ticket]:
@@ -77,12 +78,42 @@ def read(name: str) -> Ticket | None:
     return None if data is None else Ticket.read(data, f"the ticket {name} in the line")
 
 
+def join_again(ticket: Ticket) -> None:
+    """Puts a run that gave way into the line, unless it is there."""
+    there = read(ticket.name)
+    if there is None or there.submission_id != ticket.submission_id:
+        write(ticket)
+    wake()
+
+
+def wake() -> None:
+    """Makes the leader look at the line; makes a leader if there is none."""
+    from raypp.control.queue.leader import LineLeader
+
+    end = time.monotonic() + _WAKE_S
+    while True:
+        leader = on_the_head(LineLeader, "raypp/queue", 8)
+        try:
+            if ray.get(leader.look.remote()):
+                return
+        except ray.exceptions.RayActorError:  # it has just ended, or restarts
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
+
+def others_wait(own: str, priority: Priority) -> bool:
+    """Returns whether a run waits that is of no lower priority. `own`: the run that asks."""
+    waiting = (one for one in Line.read().waiting if one.name != own)
+    return any(PRIORITIES[one.priority] <= PRIORITIES[priority] for one in waiting)
+
+
 def remove(ticket: Ticket) -> None:
     """Takes a run out of the line. Unless it has started, also what the cluster keeps for its job:
     package and keys."""
     _internal_kv_del(ticket.name, namespace=_SPACE)
-    environment = ticket.document["runtime_env"]
-    for key in () if ticket.started else (environment["working_dir"], *environment["env_vars"].values()):
+    environment = {} if ticket.started or ticket.gave_way else ticket.document["runtime_env"]
+    for key in (environment["working_dir"], *environment["env_vars"].values()) if environment else ():
         if key.startswith("gcs://"):
             _internal_kv_del(key)
 
@@ -111,7 +142,7 @@ class Devices:
     def __init__(self) -> None:
         self.held: dict[str, dict[str, tuple[float, float]]] = {}
         self.pending: list[str] = []
-        self._ends: dict[str, tuple[float, float | None]] = {}
+        self._known: dict[str, tuple[float, Running]] = {}
 
     def look(self) -> None:
         """Asks Ray for placement groups."""
@@ -133,21 +164,29 @@ class Devices:
         return {node: (free.get("CPU", 0.0), free.get("GPU", 0.0)) for node, free in free_per_node().items()}
 
     def running(self) -> list[Running]:
-        """Returns the runs that hold devices. Their controllers say when they end; each is asked
-        every some seconds."""
+        """Returns the runs that hold devices. Their controllers say when they end and whether they
+        can give way; each is asked every some seconds."""
         now, asked = time.monotonic(), dict[Any, str]()
         for name in self.held:
-            if now - self._ends.get(name, (-_ASK_EVERY_S, None))[0] >= _ASK_EVERY_S:
-                self._ends[name] = (now, None)
+            if name not in self._known or now - self._known[name][0] >= _ASK_EVERY_S:
+                self._known[name] = (now, Running(name, {}))
                 with contextlib.suppress(ValueError):  # its controller is gone
-                    asked[ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).facts.remote(0.0)] = name
+                    asked[ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).for_line.remote()] = name
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S) if asked else ([], [])
         for one in ready:
             with contextlib.suppress(ray.exceptions.RayError):
-                left = ray.get(one).get("left_s")
-                self._ends[asked[one]] = (now, None if left is None else time.time() + float(left))
-        self._ends = {name: self._ends[name] for name in self.held}
-        return [Running(name, holds, self._ends[name][1]) for name, holds in self.held.items()]
+                told, name = ray.get(one), asked[one]
+                ends = None if told["left_s"] is None else time.time() + float(told["left_s"])
+                more = {"need": Need(**told["need"]), "sizes": tuple(told["sizes"]), "gives": told["gives"]}
+                self._known[name] = (now, Running(name, {}, ends, priority=PRIORITIES[told["priority"]], **more))
+        self._known = {name: self._known[name] for name in self.held}
+        return [replace(self._known[name][1], holds=holds) for name, holds in self.held.items()]
+
+    def ask_room(self, name: str, ranks: int, why: str) -> None:
+        """Asks a run to go on with fewer ranks; 0: to wait in the line."""
+        self._known.pop(name, None)
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has just ended
+            ray.get(ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).give_way.remote(ranks, why), timeout=_ASK_S)
 
 
 def view(line: Line, devices: Devices) -> dict[str, Any]:

@@ -11,13 +11,15 @@ from dataclasses import replace
 
 import ray
 
+from raypp.control.protocol import NAMESPACE
 from raypp.control.queue import cluster_view, rules
 from raypp.control.queue.cluster_view import Devices, Line
-from raypp.control.queue.line import next_move, with_holds
+from raypp.control.queue.line import next_move, who_gives, with_holds
 from raypp.control.queue.rules import Rule
 from raypp.control.queue.ticket import Ticket
 
 _LOOK_S = 1.0
+_MOST_STARTING = 8
 _log = logging.getLogger(__name__)
 
 
@@ -52,8 +54,8 @@ class LineLeader:
         ray.kill(self._handle, no_restart=True)
 
     def _turn(self) -> None:
-        """Starts the next run, if it is its turn. One at a time asks for devices, and none while
-        a run of the cluster waits for room."""
+        """Starts the next run, if it is its turn, or asks others to make room for it. None asks for
+        devices while a run of the cluster waits for room."""
         if self._stale:
             self._stale = False
             self._line = Line.read()
@@ -62,27 +64,41 @@ class LineLeader:
         for ticket in line.started:
             self._attend(ticket)
         paused = any(not rule.node for rule in self._rules)
-        if line.started or devices.pending or not line.waiting or paused:
+        if len(line.started) >= _MOST_STARTING or devices.pending or not line.waiting or paused:
             return
-        order = [ticket.waiting for ticket in cluster_view.ready(line.waiting)]
-        free, taken = with_holds(devices.free(), devices.running(), rules.held_nodes(self._rules))
-        name, _ = next_move(order, free, taken, time.time())
+        order = [ticket.waiting for ticket in cluster_view.ready(line.waiting, line.started)]
+        held, running = rules.held_nodes(self._rules), devices.running()
+        free, taken = with_holds(devices.free(), running, held)
+        name, _ = next_move(order, free, taken, time.time(), [ticket.need for ticket in line.started])
         if name is not None and (chosen := cluster_view.read(name)) is not None:  # else it was just cancelled
             cluster_view.write(replace(chosen, started=True))
-            self._submit(chosen)
+            self._begin(chosen)
+        elif order and not line.started:
+            running = [replace(one, holds={n: has for n, has in one.holds.items() if n not in held}) for one in running]
+            head = next(ticket for ticket in line.waiting if ticket.name == order[0].name)
+            why = f"{head.run}, of priority {head.priority}, needs {head.need}"
+            for giver, ranks in who_gives(head.waiting, free, running, time.time()).items():
+                devices.ask_room(giver, ranks, why)
         self._stale |= name is not None
 
     def _attend(self, ticket: Ticket) -> None:
-        """Takes a started run out of the line once it has its devices, or its job has ended."""
-        state = cluster_view.job_state(ticket)
-        if state is None:  # an earlier leader ended before it had submitted the job
-            self._submit(ticket)
-        elif ticket.name in self._devices.held or state.is_terminal():
+        """Takes a started run out of the line once it has its devices, or has ended."""
+        state = None if ticket.gave_way else cluster_view.job_state(ticket)
+        ended = state.is_terminal() if state is not None else not self._begin(ticket)
+        if ended or ticket.name in self._devices.held:
             cluster_view.remove(ticket)
             self._stale = True
 
-    def _submit(self, ticket: Ticket) -> None:
+    def _begin(self, ticket: Ticket) -> bool:
         """Submits a run's Ray job. Its id was chosen when the run got into line, and Ray refuses
-        the same one twice: no two leaders start a run twice."""
-        with contextlib.suppress(RuntimeError):  # the cluster has it, or `_attend` tries again
-            cluster_view.jobs_client().submit_job(**ticket.document)
+        the same one twice: no two leaders start a run twice. Tells a run that gave way that it has
+        its turn; returns False if that has ended."""
+        if ticket.gave_way:
+            try:
+                ray.get_actor(f"raypp/{ticket.name}", namespace=NAMESPACE).take_turn.remote()
+            except ValueError:
+                return False
+        else:
+            with contextlib.suppress(RuntimeError):  # the cluster has it, or `_attend` tries again
+                cluster_view.jobs_client().submit_job(**ticket.document)
+        return True

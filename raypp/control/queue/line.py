@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from raypp.untrusted.documents import Count
 
 DAY_S = 86_400.0
-PRIORITIES = {"high": -DAY_S, "normal": 0.0, "low": DAY_S}
+Priority = Literal["high", "normal", "low"]
+PRIORITIES: dict[Priority, float] = {"high": -DAY_S, "normal": 0.0, "low": DAY_S}
 """By how many seconds each moves a run in the line. A lower one so comes first after a day: without
 that, runs of higher priority that keep coming would leave it no turn."""
+_SOON_S = 60.0
+"""Nobody gives way to a head that by plan can start within this time: that takes about as long."""
 _LONGER = 1.25
 """A planned time is taken to be too short by this factor before a run may go past the head."""
 
@@ -35,24 +39,32 @@ class Need:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A run in the line. `turn`: the lowest is the head. `seconds`: planned; None: unknown."""
+    """A run in the line. `turn`: the lowest is the head. `seconds`: planned; None: unknown.
+    `priority`: lower is more."""
 
     name: str
     turn: Turn
     need: Need
     seconds: float | None = None
+    priority: float = 0.0
 
 
 @dataclass(frozen=True)
 class Running:
-    """A run that holds devices. `ends`: when, in seconds since 1970; None: unknown."""
+    """A run that holds devices. `ends`: when, in seconds since 1970; None: unknown. `need`: its
+    ranks now. `sizes`: with how many ranks it can go on, fewer than now; 0: it can wait in the
+    line. `gives`: it is about to."""
 
     name: str
     holds: Room
     ends: float | None = None
+    need: Need | None = None
+    priority: float = 0.0
+    sizes: tuple[int, ...] = ()
+    gives: bool = False
 
 
-def turn_of(at: float, priority: str, sent: float, nonce: str) -> Turn:
+def turn_of(at: float, priority: Priority, sent: float, nonce: str) -> Turn:
     """Returns what a ticket is sorted by, the same for every reader. `at`: when its store took it,
     which may be in whole seconds. `sent`: the submitter's clock. `nonce`: decides the rest. A run
     that is moved before another gets that one's turn with a lower number before the nonce."""
@@ -64,19 +76,23 @@ def places(room: Room, need: Need) -> int:
     return sum(_on_node(has, need) for has in room.values())
 
 
-def next_move(line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float) -> tuple[str | None, str]:
+def next_move(
+    line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float, starting: Sequence[Need] = ()
+) -> tuple[str | None, str]:
     """Returns which run starts now (None: all wait), and why the head waits. Behind a head that has
     to wait, the first that fits goes past it if by plan it does not delay the head: it ends before
     the head can start, or the head has room beside it then. `line`: in order. `now`: seconds since
-    1970."""
+    1970. `starting`: what runs need that have had their turn and no devices yet; the head starts
+    beside them if it has room wherever Ray puts them, and nothing goes past it."""
     if not line:
         return None, ""
     head, *others = line
-    if (room := places(free, head.need)) >= head.need.ranks:
+    room = places(free, head.need) - sum(one.ranks * _costs(one, head.need) for one in starting)
+    if room >= head.need.ranks:
         return head.name, ""
-    why = f"{head.name.partition('.')[0]} needs {head.need}, of which {room} are free"
+    why = f"{head.name.partition('.')[0]} needs {head.need}, of which {max(0, room)} are free"
     begins, then = _first_room(head.need, free, running, now)
-    if begins is not None:
+    if begins is not None and not starting:
         spare = places(then, head.need) - head.need.ranks
         for one in others:
             in_time = one.seconds is not None and now + _LONGER * one.seconds <= begins
@@ -84,6 +100,40 @@ def next_move(line: Sequence[Waiting], free: Room, running: Sequence[Running], n
             if (in_time or beside) and places(free, one.need) >= one.need.ranks:
                 return one.name, why
     return None, why
+
+
+def who_gives(head: Waiting, free: Room, running: Sequence[Running], now: float) -> dict[str, int]:
+    """Returns which runs make room for a head that has none, each with the ranks it goes on with;
+    0: it waits in the line. Only runs of lower priority do: first those that can go on with fewer
+    ranks; of each kind the lowest priority first, then what would end last. Empty if that makes no
+    room, or the head can start soon, or a run is about to give way."""
+    begins, _ = _first_room(head.need, free, running, now)
+    if any(one.gives for one in running) or (begins is not None and begins - now <= _SOON_S):
+        return {}
+    able = [one for one in running if one.sizes and one.need and one.priority > head.priority]
+    able.sort(key=lambda one: (one.priority, math.inf if one.ends is None else one.ends, one.name), reverse=True)
+
+    def makes_room(sizes: Mapping[str, int]) -> bool:
+        then = free
+        for one in able:
+            if one.need and one.name in sizes:
+                then = _changed(then, one.holds, 1.0)
+                then = _changed(then, _taken(replace(one.need, ranks=sizes[one.name]), then), -1.0)
+        return places(then, head.need) >= head.need.ranks
+
+    tries = [(one.name, size) for one in able for size in sorted(one.sizes, reverse=True) if size]
+    tries += [(one.name, 0) for one in able if 0 in one.sizes]
+    given = dict[str, int]()
+    for name, size in tries:
+        given[name] = size
+        if makes_room(given):
+            break
+    else:
+        return {}
+    for name in list(given):  # what came first may be more than enough now
+        if makes_room(rest := {other: size for other, size in given.items() if other != name}):
+            given = rest
+    return given
 
 
 def with_holds(free: Room, running: Sequence[Running], held: Mapping[str, float | None]) -> tuple[Room, list[Running]]:

@@ -7,10 +7,10 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from raypp.control.clusters.known_runs import cluster_name
-from raypp.control.queue.line import PRIORITIES, Need, Waiting, turn_of
+from raypp.control.queue.line import PRIORITIES, Need, Priority, Waiting, turn_of
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.state.checkpoint.layout import queued_key
 from raypp.state.run_records.status import date_and_clock
@@ -24,7 +24,6 @@ _LEFT = {
     "cancelled": "has left the line",
     "lost": "the cluster no longer knows it; `raypp submit JOB --resume` puts it back into its place",
 }
-Priority = Literal["high", "normal", "low"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Ticket:
     its clock; in the store itself only that of an earlier ticket, whose place this one keeps.
     `sent`: by the submitter's clock. `started`: its job was submitted, its devices are not
     placed. `moved`: its turn without the nonce, once somebody has moved it. `after`: runs that have
-    to succeed first, as URL/NAME."""
+    to succeed first, as URL/NAME. `gave_way`: the run has begun, and its controller waits."""
 
     run: str
     url: str
@@ -48,6 +47,7 @@ class Ticket:
     started: bool = False
     moved: tuple[float, float, float, float] | None = None
     after: tuple[str, ...] = ()
+    gave_way: bool = False
     sent: Time = field(default_factory=time.time)
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -59,7 +59,8 @@ class Ticket:
     @property
     def waiting(self) -> Waiting:
         turn = turn_of(self.at or self.sent, self.priority, self.sent, self.nonce)
-        return Waiting(self.name, (*self.moved, self.nonce) if self.moved else turn, self.need, self.seconds)
+        turn = (*self.moved, self.nonce) if self.moved else turn
+        return Waiting(self.name, turn, self.need, self.seconds, PRIORITIES[self.priority])
 
     @property
     def submission_id(self) -> str:

@@ -11,14 +11,15 @@ from dataclasses import replace
 
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
-from raypp.control.machine import Committed
+from raypp.control.machine import Committed, RoomAsked, TurnCame
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.records import Event, Requests
 
-Item = ReportBatch | Requests
-Notice = Committed | Requests
+Asked = Requests | RoomAsked | TurnCame
+Item = ReportBatch | Asked
+Notice = Committed | Asked
 
 
 class Recovery:
@@ -110,9 +111,9 @@ class Reports:
         """Takes the operator's stop request."""
         self._queue.put(Requests(stop=True, save_before_stop=save))
 
-    def add(self, batch: ReportBatch) -> None:
-        """Queues the reports that an ended rank left."""
-        self._queue.put(batch)
+    def add(self, item: Item) -> None:
+        """Queues the reports that an ended rank left, or what the line asks for."""
+        self._queue.put(item)
 
     # In the leading thread ------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class Reports:
         if self.watch is not None:
             self.watch.listen(time.monotonic())
         for item in self._items(wait_s):
-            if isinstance(item, Requests):
+            if not isinstance(item, ReportBatch):
                 yield item
             elif attempt is not None and item.attempt == attempt.number and self._is_new(item):
                 yield from self._batch(attempt, item)

@@ -23,6 +23,7 @@ from raypp.control.queue.line import (
     next_move,
     places,
     turn_of,
+    who_gives,
     with_holds,
 )
 from raypp.control.queue.ticket import Ticket, circle, kept_place, moved_before, read_ticket, waited_s, write_ticket
@@ -118,6 +119,60 @@ def test_runs_that_go_past_the_head_do_not_delay_it(jobs, held) -> None:
     cluster = Simulated(known, {node: (0.0, end) for node, end in held.items()})
     cluster.play()
     assert all(cluster.begun[name] <= promised + 1e-6 for name, promised in cluster.promised.items())
+
+
+def rooms(most: int):
+    return st.fixed_dictionaries({node: st.tuples(st.integers(0, most).map(float), st.just(0.0)) for node in "abc"})
+
+
+@given(rooms(6), st.lists(st.builds(Need, st.integers(1, 3), st.just(1.0)), max_size=4), st.integers(1, 9), st.data())
+def test_a_head_starts_beside_runs_without_devices_yet_only_if_it_has_room_wherever_ray_puts_them(
+    free, starting, ranks, data
+) -> None:
+    head = Waiting("head", (0.0,), Need(ranks, 2.0))
+    name, _ = next_move([head], free, [], 0.0, starting)
+    for _ in range(sum(need.ranks for need in starting)):
+        able = [node for node, (cpus, _) in free.items() if cpus >= 1.0]
+        if able:
+            node = data.draw(st.sampled_from(able))
+            free = free | {node: (free[node][0] - 1.0, 0.0)}
+    assert name is None or places(free, head.need) >= ranks
+
+
+givers = st.builds(
+    Running, st.sampled_from("vwxyz"), rooms(4), st.one_of(st.none(), st.floats(0, 500)), st.just(Need(12, 1.0)),
+    st.sampled_from([*PRIORITIES.values()]), st.sampled_from([(), (0,), (2,), (4, 2), (6, 3, 0)]),
+)  # fmt: skip
+
+
+@given(
+    rooms(3), st.lists(givers, max_size=5, unique_by=lambda one: one.name), st.integers(1, 14),
+    st.sampled_from([*PRIORITIES.values()]),
+)  # fmt: skip
+def test_room_is_made_by_runs_of_lower_priority_by_shrinking_first_and_by_no_more_than_needed(
+    free, runs, ranks, priority
+) -> None:
+    runs = [replace(one, need=Need(int(sum(cpus for cpus, _ in one.holds.values())), 1.0)) for one in runs]
+    runs = [replace(one, sizes=tuple(size for size in one.sizes if size < one.need.ranks)) for one in runs]
+    head = Waiting("head", (0.0,), Need(ranks, 1.0), priority=priority)
+    given = who_gives(head, free, runs, 0.0)
+    able = [one for one in runs if one.priority > priority and one.sizes]
+
+    def room(sizes) -> float:
+        gives = sum(one.need.ranks - sizes.get(one.name, one.need.ranks) for one in able)
+        return gives + sum(cpus for cpus, _ in free.values())
+
+    soon = [one for one in runs if one.ends is not None and one.ends <= 60]
+    if room({}) + sum(one.need.ranks for one in soon) >= ranks:
+        assert not given, "the head starts, or can soon"
+    elif room({one.name: min(one.sizes) for one in able}) < ranks:
+        assert not given
+    else:
+        assert room(given) >= ranks and given.keys() <= {one.name for one in able}
+        assert all(room({n: size for n, size in given.items() if n != name}) < ranks for name in given)
+        shrunk = {one.name: least for one in able if (least := min((n for n in one.sizes if n), default=None))}
+        assert room(shrunk) < ranks or 0 not in given.values()
+    assert not who_gives(head, free, [*runs, Running("u", {}, gives=True)], 0.0), "one at a time"
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.sampled_from(["high", "normal", "low"])), max_size=9), st.randoms())

@@ -324,11 +324,42 @@ def test_a_run_that_cannot_save_before_it_grows_keeps_its_mesh_which_its_snapsho
     assert killed.shape == WHOLE
 
 
+GIVING = (*RUNNING, m.RoomAsked(None))
+WAITING_AGAIN = (*GIVING, m.Committed(7), m.Finished(True), m.AttemptEnded())
+
+
+def test_a_run_that_gives_way_saves_waits_and_goes_on_when_its_turn_comes_and_counts_no_restart() -> None:
+    machine, commands = play(m.Machine(), *WAITING_AGAIN, m.DelayOver(), m.RoomAsked(HALF))
+    save = m.SendRequests(Requests(stop=True, save_before_stop=True))
+    assert commands[1:] == [save, m.EndAttempt(), m.JoinLine()] and machine.state is RunState.PENDING
+    assert play(machine, m.TakenOver(1, 7))[1] == [m.JoinLine()], "another controller process lets it wait, too"
+    machine, commands = play(machine, m.TurnCame(), m.TurnCame(), m.Claimed(2), m.Seated())
+    assert commands == [m.Launch()] and (machine.state, machine.restarts, machine.history) == (RunState.RUNNING, 0, ())
+
+
+def test_a_run_shrinks_for_the_line_and_keeps_its_mesh_if_it_cannot_save() -> None:
+    shrinking = (m.Start(shape=WHOLE), m.Claimed(1), m.Seated(), m.RoomAsked(HALF), m.RoomAsked(None))
+    machine, commands = play(m.Machine(), *shrinking, m.Finished(True), m.AttemptEnded())
+    assert (machine.shape, commands[-1], machine.restarts) == (HALF, m.Launch(), 0)
+    unsaved, _ = play(m.Machine(), *shrinking, UNSAVED, m.AttemptEnded(), m.DelayOver())
+    assert (unsaved.shape, unsaved.restarts, unsaved.gives_way) == (WHOLE, 1, False)
+
+
+def test_a_stop_ends_a_run_that_gives_way_or_waits_after_that() -> None:
+    for events in ((*GIVING, m.StopAsked(True), m.Finished(True), m.AttemptEnded()), (*WAITING_AGAIN, m.StopAsked())):
+        machine, commands = play(m.Machine(), *events)
+        assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
+    failed, _ = play(m.Machine(), *GIVING, m.RankFailed(failure()), m.AttemptEnded())
+    assert (failed.state, failed.gives_way) == (RunState.RECOVERING, False), "it keeps its devices"
+
+
 _SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
 _FAILURES = ["killed", "raised", "lost_peer", "save_failed"]
 _EVENTS = st.one_of(
     st.builds(m.Reshape, _SHAPES, st.sampled_from([1, 2, 4])),
     st.just(m.Start()),
+    st.builds(m.RoomAsked, st.one_of(st.none(), _SHAPES)),
+    st.just(m.TurnCame()),
     st.builds(m.TakenOver, st.integers(1, 9), st.integers(0, 50), alive=st.booleans(), complete=st.booleans()),
     st.builds(m.Claimed, st.integers(1, 9)),
     st.just(m.Seated()),
