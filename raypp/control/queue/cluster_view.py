@@ -103,9 +103,11 @@ def wake() -> None:
 
 
 def others_wait(own: str, priority: Priority) -> bool:
-    """Returns whether a run waits that is of no lower priority. `own`: the run that asks."""
-    waiting = (one for one in Line.read().waiting if one.name != own)
-    return any(PRIORITIES[one.priority] <= PRIORITIES[priority] for one in waiting)
+    """Returns whether a run of no lower priority waits, or has had its turn and has no devices yet.
+    `own`: the run that asks."""
+    line = Line.read()
+    others = (one for one in (*line.waiting, *line.started) if one.name != own)
+    return any(PRIORITIES[one.priority] <= PRIORITIES[priority] for one in others)
 
 
 def remove(ticket: Ticket) -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from raypp.control.clusters.known_runs import cluster_name
@@ -51,12 +52,12 @@ class Ticket:
     sent: Time = field(default_factory=time.time)
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    @property
+    @cached_property
     def name(self) -> str:
         """What the cluster calls the run."""
         return cluster_name(self.url, self.run)
 
-    @property
+    @cached_property
     def waiting(self) -> Waiting:
         turn = turn_of(self.at or self.sent, self.priority, self.sent, self.nonce)
         turn = (*self.moved, self.nonce) if self.moved else turn
