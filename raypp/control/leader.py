@@ -134,6 +134,8 @@ class Leader:
             self.record.waits(self._placement.waits_for() if placing else None, attempt.number)
         else:
             self._process_reports(wait_s=_POLL_S)
+            words = "gave way, and waits in the line; `raypp queue` shows its place" if self.machine.gives_way else None
+            self.record.waits(words, self.machine.attempt)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
             self._wake_at = None
             self._apply(m.DelayOver())
@@ -173,7 +175,6 @@ class Leader:
         self._placement.remove()
         self._placement.held = rules.held_nodes
         join_again(self._ticket())
-        self.record.waits("gave way, and waits in the line; `raypp queue` shows its place", self.machine.attempt)
 
     def _others_wait(self) -> bool:
         # Imported here: most runs keep their mesh.

@@ -174,6 +174,7 @@ class Devices:
                 self._known[name] = (now, Running(name, {}))
                 with contextlib.suppress(ValueError):  # its controller is gone
                     asked[ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).for_line.remote()] = name
+                    self._known[name] = (now, Running(name, {}, gives=True))
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S) if asked else ([], [])
         for one in ready:
             with contextlib.suppress(ray.exceptions.RayError):

@@ -53,7 +53,7 @@ class Waiting:
 class Running:
     """A run that holds devices. `ends`: when, in seconds since 1970; None: unknown. `need`: its
     ranks now. `sizes`: with how many ranks it can go on, fewer than now; 0: it can wait in the
-    line. `gives`: it is about to."""
+    line. `gives`: it is about to, or has not answered yet."""
 
     name: str
     holds: Room
