@@ -91,7 +91,7 @@ def update_ms(groups: Any, parameters: int = 291) -> tuple[float, float]:
         for weight in module.parameters():
             weight.grad = torch.zeros_like(weight)
         gradients = [local_part(weight.grad) for weight in module.parameters()]  # type: ignore[arg-type]
-        optimizer.prepare()
+        optimizer.prepare_fused()
         begun = time.thread_time()
         begin_update(optimizer, gradients, 0.5, 1e-4, step)
         scaled.append(time.thread_time() - begun)

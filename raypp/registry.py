@@ -17,7 +17,7 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.machinery import ModuleSpec
@@ -78,11 +78,17 @@ class Registry(Generic[K]):
         package: Package whose modules are searched for a `KIND` of that class.
         function: Name of the builder in such a module.
         group: Entry-point group in which installed packages list modules with a `KIND`.
-        kinds: All of raypp's kinds, in place of a package.
+        kinds: All of raypp's kinds by name, in their order, in place of a package.
     """
 
     def __init__(
-        self, noun: str, entry: type[K], package: str = "", function: str = "", group: str = "", kinds: Iterable[K] = ()
+        self,
+        noun: str,
+        entry: type[K],
+        package: str = "",
+        function: str = "",
+        group: str = "",
+        kinds: Mapping[str, K] | None = None,
     ) -> None:
         self.noun, self.group = noun, group
         self._entry, self._package, self._function, self._given = entry, package, function, kinds
@@ -122,16 +128,18 @@ class Registry(Generic[K]):
         raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(usable)}", fix))
 
     @cached_property
-    def _in_raypp(self) -> dict[str, K]:
+    def _in_raypp(self) -> Mapping[str, K]:
         """The kinds without those of installed packages, whose list takes longer to read."""
-        ours = sorted([*self._in_package(), *self._given], key=lambda kind: (kind.position, kind.name))
+        if self._given is not None:
+            return self._given
+        ours = sorted(self._in_package(), key=lambda kind: (kind.position, kind.name))
         return {kind.name: kind for kind in ours}
 
     @cached_property
     def _listed(self) -> dict[str, K]:
         points = importlib.metadata.entry_points(group=self.group) if self.group else ()
         others = {point.name: self._installed_kind(point.name, point.value) for point in points}
-        return self._in_raypp | others | self._in_raypp  # ours come first and win name clashes
+        return {**self._in_raypp, **others, **self._in_raypp}  # ours come first and win name clashes
 
     def _in_package(self) -> Iterator[K]:
         spec = importlib.util.find_spec(self._package) if self._package else None

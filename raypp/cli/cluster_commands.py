@@ -148,7 +148,8 @@ def slurm_command(job: Path, overrides: tuple[str, ...], resume: bool) -> None:
         )
     file = load_checked_job(job, overrides)
     _check_size(file.job, allocation)
-    resume = resume or (allocation.restarts > 0 and _exists(file.job))
+    if allocation.restarts:  # the run may have begun before the job was requeued
+        resume = resume or open_store(file.job.checkpoint.url).head(f"{file.job.name}/spec.json") is not None
     signals: list[int] = []
     for number in (*_SAVE_AND_REQUEUE, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: signals.append(number))
@@ -178,11 +179,6 @@ def _check_size(job: Job, allocation: Allocation) -> None:
             Problem(f"{where}, {problem.key}" if problem.key else where, problem.fault, problem.fix)
             for problem in error.problems
         ) from None
-
-
-def _exists(job: Job) -> bool:
-    """Whether the run began before the job was requeued."""
-    return open_store(job.checkpoint.url).head(f"{job.name}/spec.json") is not None
 
 
 def _follow(cluster: SlurmCluster, words: Sequence[str], run: str, signals: list[int]) -> tuple[int, int]:

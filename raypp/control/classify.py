@@ -51,7 +51,7 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
         return declared, text
     for inner in causes(error):
         if isinstance(inner, OSError) and inner.errno in _FULL:
-            return FailureKind.DISK_FULL, f"{_full_place(inner)} is full: {text}"
+            return FailureKind.DISK_FULL, f"{inner.filename or 'a file system'} is full: {text}"
     if declared is not None and declared.traits.permanent:
         return declared, text
     for inner in causes(error):
@@ -66,7 +66,3 @@ def _shortened(details: str) -> str:
     """Cuts a traceback in the middle: the root of the causes comes first, the last error last."""
     half = _LONGEST_DETAILS // 2
     return details if len(details) <= _LONGEST_DETAILS else f"{details[:half]}\n…\n{details[-half:]}"
-
-
-def _full_place(error: OSError) -> str:
-    return str(error.filename) if error.filename else "a file system"

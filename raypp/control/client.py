@@ -167,12 +167,8 @@ def _places(node: NodeResources, device: str, cpus: float) -> int:
     return min(by_cpu, int(node.free_gpus)) if device == "cuda" else by_cpu
 
 
-def _all_places(node: NodeResources, device: str, cpus: float) -> int:
-    return int(node.gpus) if device == "cuda" else int((node.cpus + 1e-6) // cpus)
-
-
 def _places_in_words(node: NodeResources, free: int, device: str, cpus: float) -> str:
-    there = _all_places(node, device, cpus)
+    there = int(node.gpus) if device == "cuda" else int((node.cpus + 1e-6) // cpus)
     limit = f" with {node.free_cpus:g} CPUs free" if _lacks_cpus(node, free, device) else ""
     return f"{node.ip} has no GPU" if device == "cuda" and not there else f"{node.ip} {free} of {there}{limit}"
 
@@ -257,8 +253,9 @@ def ray_job(
         **settings,
         **deposit(cluster.dashboard, private),
         "PYTHONUNBUFFERED": "1",
-        **_paths_for_tests(rank_function),
     }
+    if rank_function and os.environ.get("PYTHONPATH"):  # of tests
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     # On a cluster of one node the ranks' server imports torch while driver and controller start.
     beside_server = BESIDE_SERVER if len(nodes) == 1 and forks_workers(request) else ""
     place = cluster.dashboard.put_package if later else cluster.dashboard.upload_package
@@ -328,10 +325,6 @@ def stop_run(
         answer = command_run(cluster, place, "stop", save)
     end = None if answer["found"] else read_end(store, place.name)
     return answer if end is None else {"found": True, **asdict(end)}
-
-
-def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
-    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if rank_function and os.environ.get("PYTHONPATH") else {}
 
 
 def no_such_controller(run: str, state: str) -> JobError:

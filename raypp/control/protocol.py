@@ -17,7 +17,6 @@ NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
 REQUEST_FILE = "raypp-run.json"
 """Name of the `RunRequest` in a run's package."""
-"""Ranks of smaller runs report to the controller directly."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from raypp.errors import DataError, JobError, Problem
 from raypp.job.availability import Choice, named_kinds
 from raypp.job.job import BatchOptions, Job, SourceOptions
 from raypp.job.known_families import FAMILIES, family_of, layer_rotary
-from raypp.job.load import one_of, shown
 from raypp.job.lora import adapted_stacks, check_targets, width_problems
 from raypp.job.models import DecoderOptions, LatentOptions, RouterOptions
 from raypp.job.optimizer_groups import check_groups
@@ -24,6 +23,7 @@ from raypp.job.precision import DTYPES
 from raypp.job.rope import CONTEXT_FIXING, rope_problems
 from raypp.job.tokenizer_file import MAKE_ONE, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.job.trackers import check_trackers
+from raypp.job.wrong_values import one_of, shown
 from raypp.kinds import OPTIMIZERS, SourceKind, data_forms, known_source, store_kind
 from raypp.registry import is_module
 from raypp.untrusted.files import files_below, special_kind

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from raypp.job.delta_rule import DeltaRule
 from raypp.job.family import Shape, Weight
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
 
 _Part = Literal["attention", "feed_forward"]

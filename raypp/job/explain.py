@@ -14,16 +14,17 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
 from raypp.job.availability import CHOICES
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES, family_options, kinds_with
-from raypp.job.load import all_sections, field_at, literals_of, section_at, section_of, shown, words_of
-from raypp.job.models import DecoderOptions
+from raypp.job.models import CustomOptions, DecoderOptions
 from raypp.job.other_names import translated
-from raypp.job.section import Section, dotted, undotted
+from raypp.job.section import Section, dotted, section_of, undotted
+from raypp.job.wrong_values import all_sections, field_at, literals_of, section_at, shown, words_of
 from raypp.kinds import TRACKERS
 
 WIDTH = 88
@@ -32,6 +33,7 @@ WIDTH = 88
 def explain(section: str | None = None, *, width: int = WIDTH) -> str:
     """Describes the job file, a section (`pipeline.wire`) or a key (`mesh.pp`) as plain text.
     Raises JobError: there is no such section or key. The message suggests the closest one."""
+    kinds = [kinds_with(options)[0] for options in reversed(family_options())]  # imports all families
     for of_file in _sections_of_a_file():
         for name, words in _descriptions(of_file).items():
             of_file.model_fields[name].description = words
@@ -45,7 +47,6 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
         inner = [(key, other) for key, other in all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), place, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
-    kinds = [kinds_with(options)[0] for options in reversed(family_options())]
     fields = (field_at(path, {"model": {"kind": kind}}) for kind in kinds)
     info = next((field for field in fields if field is not None), None)
     if info is None:
@@ -55,19 +56,21 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
 
 def schema() -> dict[str, Any]:
     """Returns the JSON Schema of the job file, for editors such as yaml-language-server."""
-    document = Job.model_json_schema(mode="validation")
+    kinds: dict[type[Section], dict[str, Any]] = {family: {"enum": kinds_with(family)} for family in family_options()}
+    kinds[CustomOptions] = {"pattern": "^[^:]+:[^:]+$"}
+    of_classes, document = models_json_schema([(section, "validation") for section in (Job, *kinds)])
     definitions = document["$defs"]
+    model = {"oneOf": [of_classes[options, "validation"] for options in kinds], "title": "Model"}
+    definitions["Job"]["properties"]["model"] = model
     for options in _sections_of_a_file():
-        described = definitions.get(options.__name__, document if options is Job else {"properties": {}})
-        for name, words in _descriptions(options).items():
-            described["properties"].setdefault(name, {})["description"] = words
-    kinds: dict[str, dict[str, Any]] = {family.__name__: {"enum": kinds_with(family)} for family in family_options()}
-    kinds["CustomOptions"] = {"pattern": "^[^:]+:[^:]+$"}
-    for name, allowed in kinds.items():
-        kind = _property(definitions, name, "kind")
+        if options.__name__ in definitions:
+            for name, words in _descriptions(options).items():
+                definitions[options.__name__]["properties"].setdefault(name, {})["description"] = words
+    for options, allowed in kinds.items():
+        kind = _property(definitions, options.__name__, "kind")
         kind.update(allowed, description=f"{' | '.join(FAMILIES)} | {kind['description']}")
-        if name != DecoderOptions.__name__:
-            definitions[name]["required"] = ["kind"]
+        if options is not DecoderOptions:
+            definitions[options.__name__]["required"] = ["kind"]
     for section, key in (
         ("DataSection", "data.kind"),
         ("PipelineSection", "pipeline.schedule"),
@@ -78,7 +81,8 @@ def schema() -> dict[str, Any]:
         _property(definitions, section, key.rpartition(".")[2]).update(
             anyOf=[{"enum": choice.words()}, {"pattern": choice.own.pattern}]
         )
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
+    job = definitions.pop("Job")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, **job, "title": "raypp job"}
 
 
 def _sections_of_a_file(base: type[Section] = Section) -> Iterator[type[Section]]:

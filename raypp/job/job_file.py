@@ -16,9 +16,10 @@ from raypp.errors import JobError, Problem
 from raypp.job.document import Document, read_document
 from raypp.job.job import Job
 from raypp.job.limits import FILE_BYTES
-from raypp.job.load import shown, validated
+from raypp.job.load import validated
 from raypp.job.paths import resolve_paths
 from raypp.job.section import KeyPath, dotted, undotted
+from raypp.job.wrong_values import shown
 from raypp.registry import is_module
 from raypp.untrusted.files import read_file_or_pipe
 from raypp.untrusted.text import visible

@@ -1,37 +1,54 @@
-"""The registry of model families: maps `model.kind` to what the family declares. Finds every module
-of `raypp.job.families` that has a `FAMILY`. A family's builder and layers are imported on first
-use: reading a job needs no torch."""
+"""The registry of model families: maps `model.kind` to what the family declares. A family is the
+`FAMILY` of the module of its name in `raypp.job.families`, which is imported when a job names it.
+Its builder and layers are imported on first use: reading a job needs no torch."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Annotated, Any
 
-from pydantic import Discriminator, Tag
+from pydantic import PlainValidator, SerializeAsAny, ValidationInfo
 
+from raypp.job import families
 from raypp.job.family import Family, whole_heads
 from raypp.job.models import CustomOptions, DecoderOptions
 from raypp.job.rope import Rotary
 from raypp.registry import Kind, Registry
 
-_PACKAGE = "raypp.job.families"
+
+class _Families(Mapping[str, Family]):
+    """Imports the module of a family when it is looked up, those of all to iterate."""
+
+    def __getitem__(self, kind: str) -> Family:
+        module = kind in self._modules and importlib.import_module(f"{families.__name__}.{kind}")
+        family: Family | None = getattr(module, "FAMILY", None)
+        if family is None:
+            raise KeyError(kind)
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sorted)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    @cached_property
+    def _modules(self) -> frozenset[str]:
+        return frozenset(module.name for module in pkgutil.iter_modules(families.__path__))
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted((name for name in self._modules if name in self), key=lambda name: (self[name].position, name))
 
 
-def _declared() -> Iterator[Family]:
-    for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
-        family = getattr(importlib.import_module(module.name), "FAMILY", None)
-        if family is not None:
-            yield family
+FAMILIES: Mapping[str, Family] = _Families()
+"""The families by `model.kind`, in the order in which lists show them."""
 
-
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in sorted(_declared(), key=lambda family: (family.position, family.name))
-}
-"""The families by `model.kind`."""
-
-MODELS = Registry("model", Kind, kinds=FAMILIES.values())
+MODELS = Registry("model", Kind, kinds=FAMILIES)
 
 
 def family_of(options: DecoderOptions) -> Family | None:
@@ -53,7 +70,7 @@ def layer_rotary(options: DecoderOptions, index: int) -> Rotary | None:
 
 def family_options() -> list[type[DecoderOptions]]:
     """Returns the options classes of all families, that of every decoder first."""
-    return [options for options in _CLASSES.values() if options is not CustomOptions]
+    return list(dict.fromkeys([DecoderOptions, *(family.options for family in FAMILIES.values())]))
 
 
 def kinds_with(options: type[DecoderOptions]) -> list[str]:
@@ -62,33 +79,26 @@ def kinds_with(options: type[DecoderOptions]) -> list[str]:
 
 
 def model_options(value: Any) -> type[DecoderOptions]:
-    """Returns the options class of a `model:` section, given as a mapping or as options."""
-    return _CLASSES[_class_name(value)]
-
-
-def _class_name(value: Any) -> str:
-    """Returns the name of the options class of a `model:` section. An unknown kind gets the plain
-    decoder's class, so that its other keys are still checked. `spec.checks` refuses the kind
-    itself."""
+    """Returns the options class of a `model:` section, given as a mapping or as options. An unknown
+    kind gets the plain decoder's class, so that its other keys are still checked. `job.checks`
+    refuses the kind itself."""
     kind = value.get("kind", "llama") if isinstance(value, dict) else getattr(value, "kind", "llama")
     if not isinstance(kind, str):
-        return DecoderOptions.__name__
+        return DecoderOptions
     if kind in FAMILIES:
-        return FAMILIES[kind].options.__name__
-    return (CustomOptions if ":" in kind else DecoderOptions).__name__
+        return FAMILIES[kind].options
+    return CustomOptions if ":" in kind else DecoderOptions
 
 
-_OPTIONS: list[type[DecoderOptions]] = [
-    DecoderOptions,
-    *(family.options for family in FAMILIES.values()),
-    CustomOptions,
+def _validated(value: Any, info: ValidationInfo) -> DecoderOptions:
+    options = model_options(value)
+    if info.mode == "json":  # a job in JSON is read in strict mode, see `raypp.job.load`
+        return options.model_validate_json(json.dumps(value), strict=True)
+    return options.model_validate(value)
+
+
+ModelSection = Annotated[
+    SerializeAsAny[DecoderOptions], PlainValidator(_validated, json_schema_input_type=DecoderOptions)
 ]
-_CLASSES = {options.__name__: options for options in _OPTIONS}
-
-if TYPE_CHECKING:
-    ModelSection = DecoderOptions
-else:
-    ModelSection = Annotated[
-        Union[tuple(Annotated[cls, Tag(name)] for name, cls in _CLASSES.items())],  # noqa: UP007 - made from a tuple
-        Discriminator(_class_name),
-    ]
+"""Type of the job's `model:` section: an instance of the options class of its kind, which is found
+when a job is read. Its JSON Schema is that of every decoder; `raypp.job.explain.schema` has all."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from raypp.job import limits
-from raypp.job.attention_rule import NO_RULE, AttentionRule
-from raypp.job.delta_rule import DeltaRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule, DeltaRule
 from raypp.job.precision import DtypeName
 from raypp.job.rope import RopeOptions
 from raypp.job.section import Section
@@ -231,9 +230,13 @@ class WindowOptions(DecoderOptions):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     """The kind of each layer. null: the family's pattern."""
 
+    full_every: ClassVar[int] = 0  # one of so many layers has no window; 0: all have it
+
     def slides(self, index: int) -> bool:
         """Returns whether a layer has the window."""
-        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+        if self.layer_types is None:
+            return not self.full_every or (index + 1) % self.full_every != 0
+        return self.layer_types[index] == "sliding_attention"
 
     def attention_rule(self, index: int) -> AttentionRule:
         return AttentionRule(window=self.sliding_window if self.slides(index) else None)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import types
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +19,16 @@ class Section(BaseModel):
     # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
     # for them.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
+
+
+@cache
+def section_of(annotation: Any) -> type[Section] | None:
+    """Returns the (first) section class of an annotation; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation if issubclass(annotation, Section) else None
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return next((section for member in get_args(annotation) if (section := section_of(member))), None)
+    return None
 
 
 def dotted(path: KeyPath) -> str:

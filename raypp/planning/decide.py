@@ -7,24 +7,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from raypp.errors import JobError, Problem
 from raypp.job.job import Job
 from raypp.job.precision import BF16
 from raypp.planning.activations import stage_activation_bytes
-from raypp.planning.costs import against_compiling, peak_tflops
+from raypp.planning.costs import against_compiling, device_named, peak_tflops
 from raypp.planning.decision import Decision, Facts, ResolvedPipeline
 from raypp.planning.flops import flops_per_key, flops_per_token
+from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import offloaded_by_ranks
+from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import memories
-from raypp.planning.reduction import LAST, reduction_on
+from raypp.planning.reduction import FAST_GBPS, LAST, reduction_on
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.schedules.action import splits_backward
 from raypp.planning.schedules.simulate import StageTimes
-from raypp.planning.thread_blocks import pipeline_ctas
 
 _MOST_SIMULATED = 60_000
 """Actions of all programs together beyond which no deeper warm-up is planned for."""
+_MOST_CTAS = 4
+"""Thread blocks of NCCL that carry a message between stages, at most. A posted receive holds them,
+each about a processor of the GPU, until its message arrives. NCCL's default is up to 32 on
+NVLink."""
+_ONE_CTA_GBPS = 100.0
 
 
 def settle(job: Job, facts: Facts) -> Job:
@@ -113,3 +120,40 @@ def _depth_bytes(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[in
             break
         before = simulator
     return tuple(found)
+
+
+def ctas_for(gbps: float) -> int:
+    """Returns the thread blocks that carry a rate: 1 up to 100 Gbit/s, 2 above, 4 on NVLink. One is
+    expected to carry about 160 Gbit/s (not measured). `gbps`: the link's rate in Gbit/s; 0:
+    unknown, as of a virtual interface."""
+    if 0 < gbps <= _ONE_CTA_GBPS:
+        return 1
+    return 2 if gbps < FAST_GBPS else _MOST_CTAS
+
+
+def pipeline_ctas(job: Job, facts: Facts) -> tuple[int, str]:
+    """Decides the thread blocks of all messages between stages. All groups of the pipeline have the
+    same, by the slowest boundary that any of them crosses: faster ones wait for it in every
+    microbatch. Returns the number, and why, in words; "" without messages on GPUs."""
+    mesh = Mesh.of(job.mesh)
+    if facts.device == "cpu" or job.mesh.pp == 1 or sum(facts.gpus) < mesh.world:
+        return _MOST_CTAS, ""
+    nodes = Machines(tuple(Node(str(index), count) for index, count in enumerate(facts.gpus)))
+    seats = nodes.seats(mesh, apart=job.outer is not None)
+    rates = {"in a node": _inside(facts.cards), "between nodes": facts.network_gbps}
+    crossed = {
+        "in a node" if seats[one].name == seats[other].name else "between nodes"
+        for ranks in mesh.groups("pp")
+        for one, other in pairwise((*ranks, ranks[0]))
+    }
+    ctas, rate, where = min((ctas_for(rates[where]), rates[where], where) for where in crossed)
+    known = f"{rate:,.0f} Gbit/s" if rate else "an unknown rate"
+    blocks = f"{ctas} thread block{'s' if ctas > 1 else ''} of NCCL"
+    return ctas, f"a message between stages gets {blocks}: the slowest boundary, {where}, has {known}"
+
+
+def _inside(cards: tuple[str, ...]) -> float:
+    try:
+        return min((device_named(card).inside_gbps for card in cards), default=0.0)
+    except JobError:  # an unknown card
+        return 0.0

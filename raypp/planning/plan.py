@@ -5,14 +5,15 @@ Needs no cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
-from raypp.errors import JobError, Problem, ResourcesError
+from raypp.errors import JobError, Problem, ResourcesError, first_of
 from raypp.job.job import Job
+from raypp.job.optimizer_groups import matched, trained_names
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, host_remark
 from raypp.planning.decide import decide, fp16_remark, settle
 from raypp.planning.decision import Decision, RankMemory, ResolvedPipeline
@@ -22,7 +23,6 @@ from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
 from raypp.planning.offload import offload_in_words
-from raypp.planning.recipe import recipe_remarks
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.schedules import picture
@@ -40,6 +40,7 @@ _MOST_ADVISED = 16_384
 """Actions of a program beyond which its changes are not simulated: each takes long."""
 _MOST_RANKS_ADVISED = 32_768
 """Ranks beyond which changes are not forecast either."""
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
@@ -355,3 +356,30 @@ def bubble_fraction(pp: int, microbatches: int, stages_per_rank: int = 1) -> flo
 def bubble_overhead(pp: int, microbatches: int, stages_per_rank: int = 1) -> float:
     """Returns idle time relative to compute time: (P - 1) / (v·m)."""
     return (pp - 1) / (stages_per_rank * microbatches)
+
+
+def recipe_remarks(job: Job) -> Iterator[str]:
+    """Yields what follows from keys that count in shares, or change something on the way."""
+    schedule, train = job.train.lr_schedule, job.train
+    first, length = train.decay
+    if schedule.kind == "wsd" or schedule.decay_steps is not None or schedule.warmup_ratio is not None:
+        falls = "" if schedule.kind == "constant" else f", falls in steps {first + 1:,} to {first + length:,}"
+        yield f"train.lr_schedule: the rate rises in {train.warmup_steps:,} steps{falls}"
+    if train.global_batch is not None:
+        each = (
+            f"{job.mesh.replicas} replicas × {train.micro_batch_size} rows × {job.pipeline.microbatches} microbatches"
+        )
+        yield f"train.global_batch: {job.rows_per_step:,} rows, {each}"
+    if job.checkpoint.best is not None:
+        most = job.checkpoint.keep + job.checkpoint.best.keep
+        yield f"checkpoint.best: up to {most} checkpoints are kept, and one more while it is saved"
+    groups = train.optimizer.groups
+    for index, (group, names) in enumerate(zip(groups, matched(trained_names(job.model), groups), strict=True)):
+        decay = "" if group.weight_decay is None else f", weight_decay {group.weight_decay:g}"
+        what = first_of(names, _MOST_NAMES) or "by the names of your own model"
+        yield f"train.optimizer.groups[{index}]: lr × {group.lr_factor:g}{decay}: {what}"
+    for phase in job.data.phases:
+        weights = job.data.weights_at(phase.from_step)
+        names = [part.name or f"parts[{index}]" for index, part in enumerate(job.data.parts or ())]
+        shares = ", ".join(f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
+        yield f"data.phases: rows from step {phase.from_step:,} on: {shares}"

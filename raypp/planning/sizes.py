@@ -15,9 +15,9 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from raypp.job.delta_rule import DeltaRule
 from raypp.job.family import Weight, embedding, final_norm, projection
 from raypp.job.known_families import counted_family, family_of
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.lora import Adapter, also_trained, is_norm, layer_adapters, trains_part
 from raypp.job.models import DecoderOptions
 

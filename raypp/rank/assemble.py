@@ -34,7 +34,6 @@ from raypp.rank.joining.cuda_settings import (
 from raypp.rank.joining.process_group import allow_long_steps, joined, pick_device
 from raypp.rank.optimizers.kept_weights import FrozenPart, take
 from raypp.rank.optimizers.optimizer import build_optimizer
-from raypp.rank.optimizers.optimizer_offload import OffloadedOptimizer
 from raypp.rank.optimizers.reduce import GradientReducer
 from raypp.records import Event, Seat
 from raypp.stages.models import fused
@@ -131,9 +130,7 @@ def assemble(
             frozen = None if draw else FrozenPart.of(job, layers, place, str(device))
             kept = take(frozen)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw, kept=kept)
-            optimizer = optimizer_of(job, built, device)
-            if isinstance(optimizer, OffloadedOptimizer):
-                stack.callback(optimizer.close)
+            optimizer = optimizer_of(job, built, device, stack)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
                 tell(seat.event("offload", words))
             names, outer = parameter_names(job.model, trained=True), None
@@ -185,13 +182,17 @@ def open_device(decision: Decision, seat: Seat, tell: Callable[[Event], None]) -
     return device, card
 
 
-def optimizer_of(job: Job, built: BuiltStages, device: torch.device) -> torch.optim.Optimizer:
-    """Builds the optimizer of a rank's stages."""
+def optimizer_of(job: Job, built: BuiltStages, device: torch.device, stack: ExitStack) -> torch.optim.Optimizer:
+    """Builds the optimizer of a rank's stages; the stack releases its host memory."""
     optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
     if not job.train.optimizer.offload:
         return optimizer
+    from raypp.rank.optimizers.optimizer_offload import OffloadedOptimizer
+
     masters = compute_dtype(job) if job.train.dtypes.copies_weights else None
-    return OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
+    offloaded = OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
+    stack.callback(offloaded.close)
+    return offloaded
 
 
 def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:

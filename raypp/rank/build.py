@@ -19,7 +19,6 @@ from raypp.stages.parallel.apply import compute_dtype, prepare_stage
 from raypp.stages.parallel.rank_groups import RankGroups
 from raypp.stages.parallel.replica_sums import ReplicaSums
 from raypp.stages.parallel.shard import local_rows
-from raypp.stages.pipeline.activation_offload import ActivationOffload
 from raypp.stages.pipeline.link_probe import Channels
 from raypp.stages.pipeline.planned_stage import PlannedStage
 from raypp.stages.pipeline.runtime import ProgramRuntime
@@ -110,7 +109,11 @@ def build_stages(
         )
     if job.mesh.pp > 1:
         Channels(place.pp, ranks, groups.forward, groups.backward, device).connect()
-    offload = ActivationOffload(device) if job.train.activation_checkpointing == "offload" else None
+    offload = None
+    if job.train.activation_checkpointing == "offload":
+        from raypp.stages.pipeline.activation_offload import ActivationOffload
+
+        offload = ActivationOffload(device)
     runtime = ProgramRuntime(
         stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark, offload=offload
     )

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,14 @@ class Injection:
         for fault in self._due(moment, numbers=False):
             _do(fault)
 
+    def reporter(self, reporter: Reporter) -> Reporter:
+        """Returns a reporter that injects faults at the moments that a rank marks."""
+        return cast(Reporter, _FaultyReporter(reporter, self))
+
+    def store(self, store: ObjectStore) -> ObjectStore:
+        """Returns a store that injects faults before writes."""
+        return cast(ObjectStore, _FaultyStore(store, self))
+
     def _due(self, moment: str, *, numbers: bool) -> list[Fault]:
         with self._lock:
             due = [
@@ -160,9 +168,7 @@ class Injection:
                 self._left.remove(fault)
 
 
-class FaultyReporter:
-    """A reporter that injects faults at the moments a rank marks."""
-
+class _FaultyReporter:
     def __init__(self, reporter: Reporter, injection: Injection) -> None:
         self._reporter, self._injection = reporter, injection
 
@@ -174,9 +180,7 @@ class FaultyReporter:
         self._injection.phase(name, detail)
 
 
-class FaultyStore:
-    """A store that injects faults before writes."""
-
+class _FaultyStore:
     def __init__(self, store: ObjectStore, injection: Injection) -> None:
         self._store, self._injection = store, injection
 
@@ -190,12 +194,6 @@ class FaultyStore:
             return method(key, *rest, **more)
 
         return write
-
-
-def injection_for(seat: Seat, last_step: int) -> Injection | None:
-    """Returns the faults this process's environment requests; None if it requests none."""
-    text = os.environ.get(VARIABLE)
-    return Injection(parse_faults(text), seat, last_step) if text else None
 
 
 def _do(fault: Fault) -> None:

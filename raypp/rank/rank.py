@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -15,7 +16,6 @@ from raypp.job.job import Job
 from raypp.job.load import job_document
 from raypp.planning.decision import Decision
 from raypp.rank.assemble import AssembledRank, assemble
-from raypp.rank.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
 from raypp.rank.joining.abort import abort_groups
 from raypp.rank.joining.abort import cut_connections as cut_connections
 from raypp.rank.joining.device_memory import device_memory_error, out_of_device_memory
@@ -35,10 +35,13 @@ from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.state.memory.fetch import from_rank_zero
 from raypp.state.memory.restore import open_memory_tier
 from raypp.state.memory.tier import Apart, MemoryTier
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import open_store
 from raypp.storage.rate_limit import OtherTraffic, Pace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.torch_private import flight_record as flight_record
+
+if TYPE_CHECKING:
+    from raypp.rank.fault_injection import Injection
 
 
 def run_rank(decision: Decision, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
@@ -74,9 +77,12 @@ def _run_attempt(
     decision: Decision, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None
 ) -> RankResult:
     start, job = Stopwatch(), decision.job
-    injection = injection_for(seat, job.train.steps)
-    if injection is not None:
-        reporter = cast(Reporter, FaultyReporter(reporter, injection))
+    injection = None
+    if faults := os.environ.get("RAYPP_FAULTS"):
+        from raypp.rank.fault_injection import Injection, parse_faults
+
+        injection = Injection(parse_faults(faults), seat, job.train.steps)
+        reporter = injection.reporter(reporter)
 
     def part(name: str) -> AbstractContextManager[None]:
         """Reports and times a phase of the start; the data is part of the build."""
@@ -101,7 +107,7 @@ def _run_attempt(
     if injection is not None:
         injection.watch(rank.built.modules)
     run = Training(rank, restored, reporter, injection)
-    stack.callback(run.tracer.close)
+    stack.callback(run.close)
     try:
         return train(run, start)
     except BaseException as error:
@@ -136,7 +142,7 @@ def _restored(
     announcements = Announcements(rank.rendezvous, seat.attempt, seat.secret)
     store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
     if injection is not None:
-        store = cast(ObjectStore, FaultyStore(store, injection))
+        store = injection.store(store)
     check_shared(store, job.name, seat)
     if seat.rank == 0:
         look_after_store(store, job.name, seat, reporter)

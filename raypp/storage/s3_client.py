@@ -326,20 +326,18 @@ class RefusedRequest(StoreError):
 
 def status_of(error: BaseException) -> int:
     """Returns the HTTP status of an error response; 0 if the error is not one."""
-    from botocore.exceptions import ClientError
-
-    if not isinstance(error, ClientError):
-        return 0
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def code_of(error: BaseException) -> str:
     """Returns the S3 error code of an error response; empty if the error is not one."""
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: BaseException) -> Any:
     from botocore.exceptions import ClientError
 
-    if not isinstance(error, ClientError):
-        return ""
-    return str(error.response.get("Error", {}).get("Code", ""))
+    return error.response if isinstance(error, ClientError) else {}
 
 
 def in_brief(text: object) -> str:

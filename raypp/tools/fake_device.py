@@ -6,7 +6,7 @@ can be any rank of any mesh. What depends on `is_cuda` is not seen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -161,7 +161,7 @@ def fake_runner(
     job: Job, rank: int, mark: Callable[[str], None], kernel: AttentionKernel | None = None
 ) -> Iterator[tuple[StepRunner, list[tuple[Row, ...]]]]:
     """Assembles a rank on fake tensors, which its body also makes; yields it with a step's rows."""
-    with fake_rank(rank, job.mesh.world) as device:
+    with fake_rank(rank, job.mesh.world) as device, ExitStack() as stack:
         seat = local_seat(rank, job.mesh.world, 0, job, device=NAME)
         groups = make_groups(seat.mesh_sizes, NAME, job.mesh.ep, apart=job.outer is not None)
         loader = open_loader(job, seat.replica, job.mesh.replicas)
@@ -170,7 +170,7 @@ def fake_runner(
         with fake_tensors():
             decision = decide(job)
             built = build_stages(job, decision.pipeline, groups, device, mark, draw=False)
-            optimizer = optimizer_of(job, built, device)
+            optimizer = optimizer_of(job, built, device, stack)
             reducer = _StopsAtTheSums(built.modules, parameter_names(job.model))
             kernel = kernel or choose_attention(job, device).kernel
             # No store is needed: nothing meets anybody.

@@ -16,7 +16,7 @@ from training import document as small
 from training import numbers, seat_of, thinned, trained
 from varlen_reference import reference_kernel
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.rank.assemble import assemble

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.attention_kernel import AttentionKernel, Segments
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.varlen_attention import attend_with_sinks

@@ -1,1 +1,1 @@
-"""Model families, one file each. `raypp.job.known_families` finds every file with a `FAMILY`."""
+"""Model families, one file each: the `FAMILY` of `NAME.py` is `kind: NAME`."""

@@ -9,14 +9,14 @@ from pydantic import Field, model_validator
 
 from raypp.job import limits
 from raypp.job.decoder_layer import Layer
-from raypp.job.delta_rule import DeltaRule
-from raypp.job.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions
+from raypp.job.families.layer_kinds import FULL, PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, pattern
 from raypp.job.families.layer_kinds import rotary as partial_rotary
 from raypp.job.family import DEFAULTS
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.models import StageEnds
 from raypp.job.rope import Rotary
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 _EVERY = 4
 
 
@@ -72,17 +72,13 @@ def layer(options: DeltaOptions, **other: Any) -> Layer:
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns the kinds of layers; null if they follow the pattern."""
     count, every = config["num_hidden_layers"], config.get("full_attention_interval") or _EVERY
-    kinds = config.get("layer_types") or _pattern(count, every)
-    return {"layer_types": None if kinds == _pattern(count, _EVERY) else tuple(kinds)}
+    kinds = config.get("layer_types") or pattern(count, every, LINEAR)
+    return {"layer_types": None if kinds == pattern(count, _EVERY, LINEAR) else tuple(kinds)}
 
 
 def write(options: DeltaOptions) -> dict[str, Any]:
     kinds = (options.delta_rule(index) for index in range(options.num_layers))
     return {"layer_types": [FULL if kind is None else LINEAR for kind in kinds]}
-
-
-def _pattern(layers: int, every: int) -> list[str]:
-    return [LINEAR if (index + 1) % every else FULL for index in range(layers)]
 
 
 _DELTA = {

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.families import gemma, layer_kinds
 from raypp.job.family import Family, HfFormat
+from raypp.job.layer_rules import AttentionRule
 
 
 class Gemma2Options(gemma.GemmaOptions):
@@ -22,8 +22,7 @@ class Gemma2Options(gemma.GemmaOptions):
     logit_soft_cap: float | None = Field(default=30.0, gt=0)
     """Logits l become cap · tanh(l / cap). null: no cap."""
 
-    def slides(self, index: int) -> bool:
-        return index % 2 == 0 if self.layer_types is None else super().slides(index)
+    full_every = 2
 
     def attention_rule(self, index: int) -> AttentionRule:
         return replace(super().attention_rule(index), soft_cap=self.score_soft_cap)
@@ -39,7 +38,7 @@ FAMILY = Family(
         settings={**gemma.SETTINGS_OF_BOTH, "score_soft_cap": "attn_logit_softcapping"},
         defaults={**gemma.DEFAULTS_OF_BOTH, "score_soft_cap": 50.0, "logit_soft_cap": 30.0},
         exact=gemma.EXACT_OF_BOTH,
-        read=lambda config, _: layer_kinds.read_types(config, 2),
+        read=lambda config, _: layer_kinds.read_types(config, Gemma2Options.full_every),
         write=layer_kinds.write_types,
     ),
     options=Gemma2Options,

@@ -10,7 +10,6 @@ from raypp.job.families import gemma, layer_kinds
 from raypp.job.family import Family, HfFormat, Only
 from raypp.job.rope import Rotary
 
-_PATTERN = 6
 _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
 
 
@@ -25,8 +24,7 @@ class Gemma3Options(gemma.GemmaOptions):
     local_rope_theta: float = Field(default=_LOCAL, gt=0)
     """Base of the rotary position encoding of layers with a window."""
 
-    def slides(self, index: int) -> bool:
-        return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
+    full_every = 6
 
 
 def rotary(options: Gemma3Options, index: int) -> Rotary:
@@ -56,7 +54,7 @@ FAMILY = Family(
             "num_key_value_heads": 4,
             "max_position_embeddings": 131_072,
         },
-        read=lambda config, _: layer_kinds.read_types(config, _PATTERN),
+        read=lambda config, _: layer_kinds.read_types(config, Gemma3Options.full_every),
         write=layer_kinds.write_types,
     ),
     options=Gemma3Options,

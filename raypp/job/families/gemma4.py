@@ -11,15 +11,14 @@ from pydantic import Field, model_validator
 
 from raypp.errors import JobError, Problem
 from raypp.job import limits
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.decoder_layer import Layer
 from raypp.job.families import gemma, layer_kinds
 from raypp.job.families.layer_kinds import FULL, SLIDING
 from raypp.job.family import DEFAULTS, SETTINGS, Family, HfFormat, Only, Weight
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import MoeOptions, StageEnds, WindowOptions
 from raypp.job.rope import Rotary
 
-_PATTERN = 6
 _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
 
 
@@ -59,10 +58,10 @@ class Gemma4Options(WindowOptions, MoeOptions):
     aux_loss_weight: float = Field(default=0.0, ge=0, le=limits.REAL)
     """Weight of the load-balancing loss."""
 
+    full_every = 6
+
     def slides(self, index: int) -> bool:
-        if self.layer_types is not None:
-            return super().slides(index)
-        return (index + 1) % _PATTERN != 0 and index != self.num_layers - 1
+        return super().slides(index) and (self.layer_types is not None or index != self.num_layers - 1)
 
     def attention_rule(self, index: int) -> AttentionRule:
         return AttentionRule(self.sliding_window if self.slides(index) else None, scale=1.0)
@@ -194,7 +193,7 @@ def _read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns the kinds of layers, the sizes of those without a window, and those of experts.
     Raises JobError: layers of one kind have several sizes, or those of experts are missing."""
     count = config["num_hidden_layers"]
-    kinds = list(config.get("layer_types") or layer_kinds.pattern(count, _PATTERN))
+    kinds = list(config.get("layer_types") or layer_kinds.pattern(count, Gemma4Options.full_every))
     kinds[-1:] = [FULL]  # transformers takes the last layer for one without a window, whatever it is called
     heads, keys = config.get("global_head_dim", 512), config.get("num_global_key_value_heads")
     keys = keys if config.get("attention_k_eq_v") else None
@@ -207,7 +206,10 @@ def _read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
         heads, keys = sizes.get("head_dim"), sizes.get("num_key_value_heads")
     heads = None if heads == config.get("head_dim", 256) else heads
     keys = None if keys == config.get("num_key_value_heads", 4) else keys
-    every = [FULL if index == count - 1 else kind for index, kind in enumerate(layer_kinds.pattern(count, _PATTERN))]
+    every = [
+        FULL if index == count - 1 else kind
+        for index, kind in enumerate(layer_kinds.pattern(count, Gemma4Options.full_every))
+    ]
     window = {"sliding_window": None} if config.get("sliding_window") == limits.WIDTH else {}
     types = {"layer_types": None if kinds == every else tuple(kinds), **window}
     experts: dict[str, Any] = {name: Gemma4Options.model_fields[name].default for name in _EXPERTS}

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.decoder_layer import Layer
 from raypp.job.families import layer_kinds
 from raypp.job.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import MoeOptions, WindowOptions
 from raypp.job.rope import RopeOptions
 
-_PATTERN, _MXFP4, _SHOWN = 2, "mxfp4", 100
+_MXFP4, _SHOWN = "mxfp4", 100
 _ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096)
 """What transformers takes a config.json without rotary scaling for."""
 
@@ -21,8 +21,7 @@ _ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, tru
 class GptOssOptions(WindowOptions, MoeOptions):
     """Options of gpt-oss."""
 
-    def slides(self, index: int) -> bool:
-        return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
+    full_every = 2
 
     def attention_rule(self, index: int) -> AttentionRule:
         return AttentionRule(self.sliding_window if self.slides(index) else None, sinks=True)
@@ -37,7 +36,7 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
         fault = f"{place}: quantization_config {method!r}: raypp reads quantised experts in {_MXFP4} only"
         raise JobError(Problem("model.from_hf", fault, "use a copy in bf16"))
     scaling = {} if config.get("rope_scaling") else {"rope": _ROPE}
-    return {**layer_kinds.read_types(config, _PATTERN), **scaling}
+    return {**layer_kinds.read_types(config, GptOssOptions.full_every), **scaling}
 
 
 def write(options: GptOssOptions) -> dict[str, Any]:

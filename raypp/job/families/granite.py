@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.decoder_layer import Layer
 from raypp.job.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import DecoderOptions, StageEnds
 
 

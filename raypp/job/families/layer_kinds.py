@@ -9,8 +9,8 @@ from pydantic import Field
 
 from raypp.errors import JobError, Problem
 from raypp.job import limits
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.family import EXACT, SETTINGS
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import DecoderOptions, WindowOptions
 from raypp.job.rope import Rotary
 
@@ -40,9 +40,9 @@ def read_types(config: Mapping[str, Any], every: int) -> dict[str, Any]:
     return {"layer_types": None if kinds == pattern(count, every) else tuple(kinds), **window}
 
 
-def pattern(layers: int, every: int) -> list[str]:
-    """Returns the kinds of layers if every `every`-th has no window."""
-    return [SLIDING if (index + 1) % every else FULL for index in range(layers)]
+def pattern(layers: int, every: int, other: str = SLIDING) -> list[str]:
+    """Returns the kinds of layers if every `every`-th has full attention."""
+    return [other if (index + 1) % every else FULL for index in range(layers)]
 
 
 def write_types(options: WindowOptions) -> dict[str, Any]:

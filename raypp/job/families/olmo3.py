@@ -9,7 +9,7 @@ from raypp.job.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only
 from raypp.job.models import WindowOptions
 from raypp.job.rope import Rotary
 
-_PATTERN, _BASE = 4, 500_000.0
+_BASE = 500_000.0
 
 
 class Olmo3Options(WindowOptions):
@@ -21,8 +21,7 @@ class Olmo3Options(WindowOptions):
     rope_theta: float = Field(default=_BASE, gt=0)
     """Base of the rotary position encoding; 500,000 in layers with a window."""
 
-    def slides(self, index: int) -> bool:
-        return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
+    full_every = 4
 
 
 def rotary(options: Olmo3Options, index: int) -> Rotary:
@@ -44,7 +43,7 @@ FAMILY = Family(
         rope_types={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         defaults={**DEFAULTS, "norm_eps": 1e-5, "attention_bias": False, "rope_theta": _BASE, "sliding_window": 4096},
         exact={**EXACT, "rope_local_base_freq": Only((None, _BASE), written=False)},
-        read=lambda config, _: layer_kinds.read_types(config, _PATTERN),
+        read=lambda config, _: layer_kinds.read_types(config, Olmo3Options.full_every),
         write=layer_kinds.write_types,
     ),
     options=Olmo3Options,

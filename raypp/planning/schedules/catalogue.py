@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from raypp.errors import JobError, Problem, origin_in_words
 from raypp.job.limits import ACTIONS, STAGES
 from raypp.job.small_files import here
 from raypp.kinds import SCHEDULES, ScheduleKind
 from raypp.planning.schedules.action import Action, Program, parse_actions, with_whole_backwards
-from raypp.planning.schedules.validity import check_program
 from raypp.planning.seating import place_stages
 from raypp.untrusted.files import read_file
 
@@ -128,7 +127,10 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
             fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
             raise JobError(Problem(_KEY, fault, fix)) from error
         try:
-            rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
+            rows = {
+                int(rank): [item if isinstance(item, Action) else Action.parse(str(item)) for item in actions]
+                for rank, actions in dict(made).items()
+            }
         except (TypeError, ValueError) as error:
             fix = "return {rank: ['0F0', '0B0', ...], ...}"
             raise JobError(Problem(_KEY, f"{name} did not return a valid program: {error}", fix)) from error
@@ -166,10 +168,6 @@ def from_csv(path: str) -> ScheduleKind:
     return replace(ScheduleKind.undeclared(path), builder=build, placement=placement, own=True)
 
 
-def _action(item: Any) -> Action:
-    return item if isinstance(item, Action) else Action.parse(str(item))
-
-
 def _checked(
     name: str,
     rows: dict[int, list[Action]],
@@ -178,6 +176,8 @@ def _checked(
     microbatches: int,
     placement: Literal["loop", "v"],
 ) -> Program:
+    from raypp.planning.schedules.validity import check_program
+
     wrong = check_program(rows, place_stages(pp, pp * stages_per_rank, placement), microbatches)
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""

@@ -21,9 +21,8 @@ from raypp.rank.data.faults import Faults
 from raypp.rank.data.mixture import Part, part_names, training_corpus
 from raypp.rank.data.packing import PLAN_VERSION, permuted
 from raypp.rank.data.source_files import counting_left_out, find_files
-from raypp.rank.data.synthetic import CountingTokenizer
 from raypp.rank.data.tokenised import Record, Request, Text, encoded
-from raypp.rank.data.tokenizer import Tokenizer, check_fits, open_tokenizer
+from raypp.rank.data.tokenizer import CountingTokenizer, Tokenizer, check_fits, open_tokenizer
 
 if TYPE_CHECKING:  # needs jinja2
     from raypp.rank.data.rows import RowEncoder

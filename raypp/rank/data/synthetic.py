@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -49,24 +47,3 @@ def read(request: Request) -> Corpus:
         document[-1] = end
     digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes()).hexdigest()[:16]
     return Corpus((tokens,), offsets, digest)
-
-
-class CountingTokenizer:
-    """The ids of synthetic documents: all of the model's; the last one ends a document."""
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    remarks: tuple[str, ...] = ()
-
-    def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 2:
-            raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves only the end id", "use at least 2"))
-        self.vocab_size, self.eos_id, self.identity = vocab_size, vocab_size - 1, f"synthetic-{vocab_size}"
-
-    def encode(self, text: Any) -> Any:
-        raise TypeError("synthetic data has no text")
-
-    encode_batch = encode_with_offsets = encode
-
-    def shown(self, ids: Sequence[int]) -> str:
-        return "".join(f"{one} " for one in ids)

@@ -158,6 +158,27 @@ class ByteTokenizer:
         return Tokens(self.encode(text), starts, starts + 1)
 
 
+class CountingTokenizer:
+    """The ids of synthetic documents: all of the model's; the last one ends a document."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves only the end id", "use at least 2"))
+        self.vocab_size, self.eos_id, self.identity = vocab_size, vocab_size - 1, f"synthetic-{vocab_size}"
+
+    def encode(self, text: Any) -> Any:
+        raise TypeError("synthetic data has no text")
+
+    encode_batch = encode_with_offsets = encode
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return "".join(f"{one} " for one in ids)
+
+
 class FileTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers, with the special tokens named beside it.
 

@@ -55,7 +55,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     _prepared: list[_Parts] | None = None
 
-    def prepare(self) -> None:
+    def prepare_fused(self) -> None:
         """Looks up the tensors of the next step, while the device is busy. Not in the first step,
         which may be skipped and then leaves no moments. Its gradients must be there. `zero_grad`
         forgets them."""

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from raypp.planning.geometry import Mesh
 from raypp.rank.assemble import AssembledRank
-from raypp.rank.fault_injection import Injection
 from raypp.rank.joining.process_group import leave_together
-from raypp.rank.step.between_steps import BetweenSteps
-from raypp.rank.step.due import Due, Place, after_step, before_step
+from raypp.rank.step.due import Due, Place, after_step, before_step, is_due
+from raypp.rank.step.evaluate import Evaluator
 from raypp.rank.step.replicas import ReplicaCheck
 from raypp.rank.step.reports import RecentReports, ReplicaReports
 from raypp.rank.step.step import ReadStep, StepRunner, Stopwatch
-from raypp.rank.step.step_trace import StepTracer
 from raypp.rank.step.stragglers import Pace, SpikeWatch
 from raypp.records import Coordinates, Event, EventKind, RankResult, Reporter, StepReport
 from raypp.stages.models.stage import parameter_names
+from raypp.stages.pipeline.device_clock import device_marks
 from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.state.checkpoint.state import Slice, state_in_objects
 from raypp.state.memory.tier import MemoryTier
 from raypp.storage import ObjectStore
+from raypp.torch_private import run_step_pre_hooks
+
+if TYPE_CHECKING:
+    from raypp.rank.fault_injection import Injection
+    from raypp.rank.step.step_trace import StepTracer
 
 
 def train(run: Training, start: Stopwatch) -> RankResult:
@@ -38,7 +47,7 @@ def train(run: Training, start: Stopwatch) -> RankResult:
             break
         run.between.make_up()
         if due.trace:
-            run.tracer.begin(place.done + 1, due.trace)
+            run.trace(place.done + 1, due.trace)
         report = run.runner.run(place.done + 1, read, watch)
         reports = run.note(report)
         place, due = after_step(place, run.job, read.plan.saving)
@@ -47,7 +56,8 @@ def train(run: Training, start: Stopwatch) -> RankResult:
         if due.save:
             with watch.part("save"):
                 run.save(place.done)
-        run.tracer.step_ended(place.done, watch, last=due.last)
+        if run.tracer is not None:
+            run.tracer.step_ended(place.done, watch, last=due.last)
         run.report(report, reports, watch, start)
         run.between.run(place.done)
     return run.end(place, due)
@@ -96,7 +106,7 @@ class Training:
             pace=Pace(rank, restored.step) if timed else None,
             injection=injection,
         )
-        self.tracer = StepTracer(self.runner, restored.store, reporter.event)
+        self.tracer: StepTracer | None = None
         self._replicas = None
         tied_apart = self.job.model.tie_embeddings and self.job.mesh.pp > 1
         if self.job.recovery.check_replicas and (self.job.mesh.dp_replicate > 1 or tied_apart):
@@ -142,6 +152,19 @@ class Training:
                 tier.step_begins(place.done, plan.snapshots, self._state, self._extra, bool(plan.saving), may=keepable)
         return read, *before_step(place, plan.requests, savable=savable, everyone=everyone)
 
+    def trace(self, step: int, steps: int) -> None:
+        """Traces steps from this one on, whose rows have been read. Collective over the world."""
+        if self.tracer is None:
+            from raypp.rank.step.step_trace import StepTracer
+
+            self.tracer = StepTracer(self.runner, self._restored.store, self._reporter.event)
+        self.tracer.begin(step, steps)
+
+    def close(self) -> None:
+        """Waits until what was traced is in the store, if that does not take long."""
+        if self.tracer is not None:
+            self.tracer.close()
+
     def save(self, step: int) -> None:
         """Begins a save, after a check of the weights that several ranks hold."""
         if self._replicas is not None:
@@ -181,7 +204,8 @@ class Training:
     def end(self, place: Place, due: Due) -> RankResult:
         """Ends the attempt after its last step, or where the operator stops it. Raises
         NotSavedError: the last state could not be saved, and the operator did not give it up."""
-        self.tracer.finish()
+        if self.tracer is not None:
+            self.tracer.finish()
         if not due.stop:
             if place.unsaved:  # no step was left after what came from memory
                 self.save(place.done)
@@ -231,3 +255,71 @@ class Training:
         if self._seat.rank == 0:
             event = Event(kind, message, attempt=self._seat.attempt, step=step, details=details)
             self._reporter.event(event)
+
+
+class BetweenSteps:
+    """Evaluates the weights and takes samples of them, after the steps where the job wants it.
+    `resumed`: the step of the checkpoint that the attempt begins with; 0: it begins otherwise.
+    `losses`: gets the loss of each evaluation by step, on rank 0."""
+
+    def __init__(
+        self,
+        rank: AssembledRank,
+        runner: StepRunner,
+        store: ObjectStore,
+        reporter: Reporter,
+        resumed: int,
+        losses: dict[int, float],
+    ) -> None:
+        self._losses = losses
+        self._rank, self._store, self._reporter, self._interrupted = rank, store, reporter, resumed
+        self._every: dict[EventKind, int] = {}
+        self._run: dict[EventKind, Callable[[int], Event]] = {}
+        train, attempt = rank.job.train, rank.seat.attempt
+        if train.eval_every_steps:
+            evaluator = Evaluator(runner, device_marks(reporter.phase, "evaluate", rank.device))
+            self._every["evaluated"] = train.eval_every_steps
+            self._run["evaluated"] = lambda step: evaluator.run().event(step, attempt)
+        if train.sample is not None:
+            from raypp.rank.step.sample import Sampler
+
+            sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
+            self._every["sampled"] = train.sample.every_steps
+            self._run["sampled"] = lambda step: sampler.run(step, attempt)
+
+    def run(self, step: int) -> None:
+        """Does what is due after a step. Collective over the world."""
+        self._do(self._due(step), step)
+
+    def make_up(self) -> None:
+        """Does what is due after the resumed step and not in the run's records, once. Collective
+        over the world. A checkpoint may be committed before the evaluation of its step ends, so an
+        attempt that resumes from it does not repeat the step."""
+        step, self._interrupted = self._interrupted, 0
+        due = self._due(step) if step else []
+        if not due:
+            return
+        missing = torch.ones(len(due), dtype=torch.int64)
+        if self._rank.seat.rank == 0:
+            from raypp.state.run_records.reader import RunReader  # no other rank reads records
+
+            events = RunReader(self._store, self._rank.job.name).events()
+            recorded = {event.kind for event in events if event.step == step}
+            missing = torch.tensor([kind not in recorded for kind in due], dtype=torch.int64)
+        dist.broadcast(missing, src=0)
+        self._do(list(compress(due, missing.tolist())), step)
+
+    def _due(self, step: int) -> list[EventKind]:
+        return [kind for kind, every in self._every.items() if is_due(step, every, self._rank.job.train.steps)]
+
+    def _do(self, kinds: Sequence[EventKind], step: int) -> None:
+        if not kinds:
+            return
+        outer, hold = self._rank.outer, partial(run_step_pre_hooks, self._rank.optimizer)
+        with outer.agreed_in_place(hold) if outer is not None else nullcontext():
+            for kind in kinds:
+                event = self._run[kind](step)
+                if self._rank.seat.rank == 0:
+                    if kind == "evaluated" and (loss := event.number("loss")) is not None:
+                        self._losses[step] = loss
+                    self._reporter.event(event)

@@ -18,7 +18,6 @@ from raypp.rank.optimizers.kept_weights import keep
 from raypp.rank.step.reports import RecentReports
 from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.state.checkpoint.commit import list_checkpoints, read_commit, read_extra
-from raypp.state.checkpoint.compatibility import rate_jump
 from raypp.state.checkpoint.layout import commit_key, spec_key, split_location
 from raypp.state.checkpoint.load_checkpoint import load_checkpoint
 from raypp.state.memory.restore import load_from_memory
@@ -133,6 +132,8 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
         assert loaded is not None
         _take_up(mine, loaded.extra, step, loaded.remark)
         if rank.seat.rank == 0:
+            from raypp.state.checkpoint.compatibility import rate_jump  # no other rank compares
+
             before = read_commit(mine.store, run, step).job
             if jump := rate_jump(before, rank.job, step):
                 mine.tell("learning_rate", jump, step)

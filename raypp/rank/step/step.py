@@ -16,11 +16,8 @@ import torch
 from raypp.planning.decision import sent_bytes
 from raypp.rank.assemble import AssembledRank
 from raypp.rank.data.packing import Row
-from raypp.rank.fault_injection import Injection
 from raypp.rank.joining.device_memory import alloc_retries, peak_memory
-from raypp.rank.optimizers.adamw import FusedAdamW
 from raypp.rank.optimizers.optimizer import begin_update
-from raypp.rank.optimizers.optimizer_offload import OffloadedOptimizer
 from raypp.rank.optimizers.reduce import GlobalSums, coefficient
 from raypp.rank.step.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.rank.step.loss_scale import LossScale
@@ -33,6 +30,7 @@ from raypp.stages.pipeline.agreement import SnapshotState, StepPlan, StepProposa
 from raypp.stages.pipeline.device_clock import DeviceClock, Span
 
 if TYPE_CHECKING:
+    from raypp.rank.fault_injection import Injection
     from raypp.rank.step.tune_lookahead import LookaheadTuner
 
 CPU = torch.device("cpu")
@@ -219,8 +217,7 @@ class StepRunner:
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
         """Runs a step that was read, and updates the weights. Collective: over the replica between
         outer steps, else over the world. `step`: the step's number, 1-based."""
-        if isinstance(self.optimizer, OffloadedOptimizer):
-            self.optimizer.settle()
+        getattr(self.optimizer, "settle", lambda: None)()
         if self.outer is not None:
             self.outer.begin()
         self._seed(step)
@@ -320,8 +317,7 @@ class StepRunner:
         if self._injection is not None:
             self._injection.gradients(gradients)
         self._mark("sum" if self._replica is None else "replica sum")
-        if isinstance(self.optimizer, FusedAdamW):
-            self.optimizer.prepare()
+        getattr(self.optimizer, "prepare_fused", lambda: None)()
         own = self.seat.coordinates.pp == self.seat.coordinates.cp == 0  # one rank of a replica counts its rows
         flops = (
             self._decision.flops(n for rows in read.microbatches for row in rows for n in row.documents) if own else 0

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models.attention_kernel import AttentionKernel
 from raypp.stages.models.attention_products import document_by_products
 from raypp.stages.models.documents import PackedDocuments

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from raypp.job.attention_rule import AttentionRule
+    from raypp.job.layer_rules import AttentionRule
     from raypp.stages.models.documents import PackedDocuments
 
 

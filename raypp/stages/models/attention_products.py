@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.recomputed import attention
 
 TILE = 1024

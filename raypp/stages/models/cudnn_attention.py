@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, autograd
 
 from raypp.errors import RayppError
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.attention_kernel import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.recomputed import attention

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.job.decoder_layer import Layer, delta_projections
-from raypp.job.delta_rule import CHUNK, DeltaRule
+from raypp.job.layer_rules import CHUNK, DeltaRule
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.products import Projection

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.attention_kernel import AttentionKernel
 
 Move = Callable[[Tensor], Tensor]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.decoder_layer import Layer
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import LatentOptions
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
 from raypp.job.decoder_layer import PLAIN, Layer
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments

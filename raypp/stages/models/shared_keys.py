@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.job.attention_rule import AttentionRule
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.gemma4 import Gemma4Layer, Gemma4Options
 from raypp.job.known_families import FAMILIES
+from raypp.job.layer_rules import AttentionRule
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from raypp.job.known_families import FAMILIES, MODELS, layer_rotary
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
-from raypp.stages.models.delta_rule import GatedDeltaRule
 from raypp.stages.models.documents import PackedDocuments
-from raypp.stages.models.latent_attention import LatentAttention
 from raypp.stages.models.layers import (
     Attention,
     DecoderLayer,
@@ -216,8 +214,12 @@ def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
     layer = FAMILIES[options.kind].layer(options, index)
     attention: nn.Module
     if (delta := options.delta_rule(index)) is not None:
+        from raypp.stages.models.delta_rule import GatedDeltaRule
+
         attention = GatedDeltaRule(options, layer, delta)
     elif isinstance(options, LatentOptions):
+        from raypp.stages.models.latent_attention import LatentAttention
+
         attention = LatentAttention(options, layer, options.attention_rule(index))
     else:
         attention = Attention(options, layer, options.attention_rule(index))

@@ -19,7 +19,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 
 from raypp.errors import RayppError
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.attention_kernel import AttentionKernel, FlashBlocks, Segments
 from raypp.stages.models.attention_products import reaching_sinks, with_sinks
 from raypp.stages.models.documents import PackedDocuments

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from raypp.errors import JobError, Problem, RayppError, in_words
-from raypp.job.attention_rule import NO_RULE, AttentionRule
 from raypp.job.job import Job
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models.attention import PLAIN, packed_attention
 from raypp.stages.models.attention_kernel import AttentionKernel, Segments
 from raypp.stages.models.documents import PackedDocuments

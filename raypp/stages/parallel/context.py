@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models.attention import PLAIN, packed_attention
 from raypp.stages.models.attention_kernel import AttentionKernel
 from raypp.stages.models.documents import Move, PackedDocuments

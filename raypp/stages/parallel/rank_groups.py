@@ -80,7 +80,7 @@ class RankGroups:
 
 def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: bool = False, ctas: int = 4) -> RankGroups:
     """Builds the meshes and the process groups. Collective over the world. `ep`: mesh.ep. `ctas`:
-    thread blocks of a message between stages (`planning.thread_blocks`)."""
+    thread blocks of a message between stages (`planning.decide`)."""
     shape = sizes.as_dict()
     cuda = device_type == "cuda"
     # Where one group of FSDP is the world, it is made with it (`train.process_group`).

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models.attention_kernel import FlashBlocks, Segments
 from raypp.stages.models.attention_products import attend_by_products, gradients_by_products
 from raypp.stages.models.documents import Move

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,7 @@ from raypp.planning.schedules.posting import Posting, posting_on, with_messages
 from raypp.planning.schedules.waiting import arrivals
 from raypp.stages.models.loss import Targets
 from raypp.stages.models.stage import computes_loss
-from raypp.stages.parallel.backward_sums import free_within_backward, reduce_now, reduce_within_backward
 from raypp.stages.parallel.compute_copies import computing, fill_wide_gradients
-from raypp.stages.pipeline.action_trace import ActionTrace
-from raypp.stages.pipeline.activation_offload import ActivationOffload
 from raypp.stages.pipeline.device_clock import ActionClock
 from raypp.stages.pipeline.planned_stage import PlannedStage
 from raypp.stages.pipeline.wire import sum_start
@@ -39,9 +36,14 @@ from raypp.torch_private import (
     add_reduce_grad,
     add_to_sums,
     add_unshard_reshard,
+    end_backward,
     put_sums,
     take_sums,
 )
+
+if TYPE_CHECKING:
+    from raypp.stages.pipeline.action_trace import ActionTrace
+    from raypp.stages.pipeline.activation_offload import ActivationOffload
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]
@@ -426,3 +428,46 @@ class ProgramRuntime:
             self._held.append(stage)
         elif stage not in self._reducing:
             stage.perform_reduce_grad(1)
+
+
+# When FSDP sums the gradients of a stage, and frees its gathered weights, within a backward.
+
+
+def reduce_within_backward(stage: FSDPModule, root: Tensor, *, last: bool = True, frees: bool = True) -> None:
+    """Makes the backward from `root` start the sum of each block once its gradients are done.
+
+    Sums that cannot start within this backward start after it, as usual. After the last backward of
+    a step the caller must end the reduction (`PipelineStage.perform_reduce_grad`): only that makes
+    the device's compute wait for the sums, so on a GPU they overlap with all that is computed in
+    between.
+
+    Args:
+        root: The stage's output `[B, T, C]`, or the scalar loss: where the backward starts.
+        last: Whether it is the stage's last backward in the step. Before that, FSDP adds up what is
+            summed over shards, and sums over replicas are left to the last one.
+        frees: Whether each block frees its gathered weights after its use.
+    """
+
+    # Set the flags in the backward: torch's pipelining has just cleared them.
+    root.register_hook(lambda _: _reduce_from_here(stage, last=last, frees=frees))  # type: ignore[no-untyped-call]
+
+
+def _reduce_from_here(stage: FSDPModule, *, last: bool, frees: bool) -> None:
+    stage.set_reshard_after_backward(frees)
+    stage.set_requires_gradient_sync(True)
+    stage.set_requires_all_reduce(last)
+
+
+def reduce_now(stage: FSDPModule, *, last: bool) -> None:
+    """Sums the gradients that lie at a stage's gathered weights, after a backward of weights alone.
+    `last`: as for `reduce_within_backward`."""
+    _reduce_from_here(stage, last=last, frees=False)
+    for module in reversed(list(stage.modules())):  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            add_to_sums(module)  # those of norms may be from the other half of the backward
+            end_backward(module)
+
+
+def free_within_backward(stage: FSDPModule, root: Tensor) -> None:
+    """Makes the backward from `root` free the gathered weights of each block after its use."""
+    root.register_hook(lambda _: stage.set_reshard_after_backward(True))  # type: ignore[no-untyped-call]

@@ -5,10 +5,15 @@ numpy has no bfloat16: such tensors are arrays of their bits (uint16) until they
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 Array = NDArray[Any]
 _NUMPY: dict[str, str] = {
@@ -16,6 +21,37 @@ _NUMPY: dict[str, str] = {
     "U8": "u1", "F8_E4M3": "u1", "BOOL": "?",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Metadata of a tensor. `dtype`: safetensors name of its dtype."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of dimension 0; a tensor without dimensions is one row."""
+        return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def pieces(self, at_most: int) -> Iterator[tuple[int, int]]:
+        """Splits dimension 0 into ranges of at most `at_most` bytes, but at least one row."""
+        if not self.bytes:
+            return
+        step = max(1, at_most // self.row_bytes)
+        for first in range(0, self.rows, step):
+            yield first, min(first + step, self.rows)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
 from raypp.errors import CheckpointError, Problem
-from raypp.state.checkpoint.arrays import Array, numpy_dtype
+from raypp.state.checkpoint.arrays import Array, StoredTensor, numpy_dtype
 from raypp.state.checkpoint.commit import Commit
 from raypp.state.checkpoint.ranged_reads import by_name, fetch_ranges, open_files, overlaps, ranges_of
 from raypp.state.checkpoint.tensor_file import cover_once
 from raypp.storage import ObjectStore
-from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Metadata of a tensor. `dtype`: safetensors name of its dtype. `ranks`: ranks whose objects
-    hold slices of it."""
+class TensorInfo(StoredTensor):
+    """A tensor of a checkpoint. `ranks`: ranks whose objects hold slices of it."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     ranks: tuple[int, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of dimension 0; a tensor without dimensions is one row."""
-        return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    def pieces(self, at_most: int) -> Iterator[tuple[int, int]]:
-        """Splits dimension 0 into ranges of at most `at_most` bytes, but at least one row."""
-        if not self.bytes:
-            return
-        step = max(1, at_most // self.row_bytes)
-        for first in range(0, self.rows, step):
-            yield first, min(first + step, self.rows)
 
 
 class SavedTensors:

@@ -199,7 +199,8 @@ class SnapshotBuffer:
     def _lay_out(self, groups: tuple[Iterable[Slice], ...]) -> _Plan:
         parts, every, places, size = [], [], [], 0
         for group in groups:
-            ordered = _in_file_order(group)
+            # Widest first: aligns tensors without gaps, as safetensors does.
+            ordered = sorted(group, key=lambda part: (-part.tensor.element_size(), part.name))
             begin = -(-size // _ALIGNED) * _ALIGNED
             entries, length = _layout(ordered)
             parts.append(Part(entries, begin, length))
@@ -277,11 +278,6 @@ class SnapshotBuffer:
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Returns whether two sequences hold the same objects, not only equal ones."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:
-    """Sorts by element size, widest first: aligns tensors without gaps, as safetensors does."""
-    return sorted(slices, key=lambda part: (-part.tensor.element_size(), part.name))
 
 
 def _layout(slices: list[Slice]) -> tuple[list[TensorEntry], int]:

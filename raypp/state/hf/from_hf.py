@@ -86,9 +86,7 @@ def _own_head(files: HfFiles) -> bool:
         return False
     if head.shape != embedding.shape or not {head.dtype, embedding.dtype} <= {*FLOATS}:
         return True
-    step = max(1, _COMPARED_BYTES // max(1, head.row_bytes))
-    for first in range(0, head.shape[0], step):
-        last = min(first + step, head.shape[0])
+    for first, last in head.pieces(_COMPARED_BYTES):
         one, other = (as_float64(files.rows(of, first, last), of.dtype) for of in (head, embedding))
         if not np.array_equal(one, other, equal_nan=True):
             return True

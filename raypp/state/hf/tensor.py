@@ -19,13 +19,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 
 from raypp.errors import CheckpointError, Problem
-from raypp.state.checkpoint.arrays import FLOATS, Array, convert
-from raypp.untrusted.safetensors_header import ELEMENT_BYTES
+from raypp.state.checkpoint.arrays import FLOATS, Array, StoredTensor, convert
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP_BYTES, _DIMS = 16, 4
@@ -37,20 +35,11 @@ _PART = re.compile(f"({_BLOCKS}|{_SCALES}|{_FP8_SCALES})$")
 
 
 @dataclass(frozen=True)
-class HfTensor:
-    """One tensor of a safetensors file. `dtype`: safetensors' name of its dtype. `begin`: offset of
-    its first byte in the file."""
+class HfTensor(StoredTensor):
+    """One tensor of a safetensors file. `begin`: offset of its first byte in the file."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     key: str
     begin: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of dim 0; a tensor without dims is one row."""
-        return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

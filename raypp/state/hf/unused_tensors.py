@@ -64,10 +64,8 @@ class Rest:
 
     def pieces(self, tensor: HfTensor, most: int) -> Iterator[bytes]:
         """Yields the bytes of a tensor, about `most` at a time."""
-        count = tensor.shape[0] if tensor.shape else 1
-        step = max(1, most // max(1, tensor.row_bytes))
-        for first in range(0, count, step):
-            yield self.files.read(tensor, first, min(first + step, count))
+        for first, last in tensor.pieces(most):
+            yield self.files.read(tensor, first, last)
 
     def processor_files(self) -> dict[str, bytes]:
         """Returns the files of the processor, which prepares images and sound for the model."""

@@ -190,7 +190,7 @@ def results(source: Source, model: TaskModel, tasks: Sequence[str], limit: int |
     evaluated = evaluate_tasks(lm=lm, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
     assert evaluated is not None
     by_task = {
-        task: {name: value for name, value in metrics.items() if _is_metric(name, value)}
+        task: {k: value for k, value in metrics.items() if k != "sample_len" and isinstance(value, int | float)}
         for task, metrics in evaluated["results"].items()
     }
     return {"tasks": by_task}
@@ -202,7 +202,3 @@ def _pools_without_fork() -> None:
     that they hold: it could wait forever."""
     multiprocessing.set_forkserver_preload(["__main__", "lm_eval.api.metrics"])
     multiprocessing.set_start_method("forkserver", force=True)
-
-
-def _is_metric(name: str, value: Any) -> bool:
-    return name != "sample_len" and isinstance(value, int | float)

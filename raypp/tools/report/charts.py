@@ -173,17 +173,13 @@ def step_axis(axis: Axis) -> Html:
     names = [
         tag(
             "span",
-            number_of_step(step),
+            f"{step:,}" if step < 100_000 else number(step),
             style=f"left:{(share := axis.share(step)):.2f}%",
             cls="end" if share > 96 else None,
         )
         for step in marked
     ]
     return tag("div", *names, cls="x", aria_hidden="true")
-
-
-def number_of_step(step: int) -> str:
-    return f"{step:,}" if step < 100_000 else number(step)
 
 
 _MEMORY = ("Memory", "GB, peak of a rank so far")

@@ -249,7 +249,7 @@ def test_the_walk_notices_a_field_that_is_ignored(
     family = FAMILIES["llama"]
     exact = {name: only for name, only in family.hf.exact.items() if name != key}
     form: HfFormat = replace(family.hf, exact=exact)
-    monkeypatch.setitem(FAMILIES, "llama", replace(family, hf=form))
+    monkeypatch.setattr("raypp.job.families.llama.FAMILY", replace(family, hf=form))
     assert verdict("llama", {key: value}, tmp_path / "ignored").startswith("logits differ")
 
 

@@ -12,7 +12,7 @@ from raypp.job.availability import named_kinds
 from raypp.job.checks import check_spec
 from raypp.job.load import job_document, parse_job
 from raypp.job.optimizer_groups import check_groups
-from raypp.planning.recipe import recipe_remarks
+from raypp.planning.plan import recipe_remarks
 
 
 def found(directory: Path | None = None, **sections: Any) -> dict[str, str]:

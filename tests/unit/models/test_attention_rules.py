@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models import attention_products
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from their_models import keys_of, loaded, their_config, their_instance
 from torch import Tensor, nn
 
-from raypp.job.delta_rule import DeltaRule
+from raypp.job.layer_rules import DeltaRule
 from raypp.stages.models.delta_rule import mixed_by_rule
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.kv_cache import KeyValueCache

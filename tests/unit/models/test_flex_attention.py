@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.flex_attention import attend, document_mask

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.kv_cache import KeyValueCache, attend_one
 
 HEADS, KV, WIDTH, NEW, CAPACITY = 4, 2, 8, 9, 24

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from raypp.job.attention_rule import NO_RULE
+from raypp.job.layer_rules import NO_RULE
 from raypp.stages.models import attention_products
 from raypp.stages.models.attention_products import attend_by_products, gradients_by_products
 from raypp.stages.parallel.ring_hops import attend_block, block_gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raypp.errors import JobError, RayppError
-from raypp.job.attention_rule import NO_RULE, AttentionRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.load import parse_job
 from raypp.stages.models.attention import PLAIN
 from raypp.stages.models.attention_kernel import AttentionKernel

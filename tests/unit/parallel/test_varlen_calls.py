@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from raypp.errors import RayppError
-from raypp.job.attention_rule import AttentionRule
+from raypp.job.layer_rules import AttentionRule
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.cudnn_attention import CUDNN
 from raypp.stages.models.documents import PackedDocuments

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from raypp.job.load import parse_job
-from raypp.planning.decide import decide
+from raypp.planning.decide import ctas_for, decide
 from raypp.planning.decision import Facts
-from raypp.planning.thread_blocks import ctas_for
 from raypp.rank.joining.network import network_gbps
 
 H100, RTX4090 = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"

@@ -200,7 +200,7 @@ def updated(prepares: bool) -> list[torch.Tensor]:
         for weight in module.parameters():
             weight.grad = torch.randn_like(weight)
         if prepares:
-            optimizer.prepare()
+            optimizer.prepare_fused()
         if step != 1:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
