@@ -58,7 +58,8 @@ def schema() -> dict[str, Any]:
     """Returns the JSON Schema of the job file, for editors such as yaml-language-server."""
     kinds: dict[type[Section], dict[str, Any]] = {family: {"enum": kinds_with(family)} for family in family_options()}
     kinds[CustomOptions] = {"pattern": "^[^:]+:[^:]+$"}
-    of_classes, document = models_json_schema([(section, "validation") for section in (Job, *kinds)])
+    sections: list[type[Section]] = [Job, *kinds]
+    of_classes, document = models_json_schema([(section, "validation") for section in sections])
     definitions = document["$defs"]
     model = {"oneOf": [of_classes[options, "validation"] for options in kinds], "title": "Model"}
     definitions["Job"]["properties"]["model"] = model

@@ -21,9 +21,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 
-@cache
 def section_of(annotation: Any) -> type[Section] | None:
     """Returns the (first) section class of an annotation; None for a plain value."""
+    return _section_of(annotation)
+
+
+@cache
+def _section_of(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation if issubclass(annotation, Section) else None
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
