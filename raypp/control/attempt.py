@@ -185,7 +185,7 @@ class Attempt:
         waited = time.monotonic() - self._since
         for rank in self.ranks:
             member = self.workers.seated[rank.bundle]
-            if rank.info is None and waited > _REUSED_TIMEOUT_S and not (member.fresh or member.starting):
+            if rank.info is None and waited > _REUSED_TIMEOUT_S and not member.fresh:
                 self._replace(rank)
             if rank.info is None and waited > _START_TIMEOUT_S:
                 return self._failed_start(rank, f"did not start within {_START_TIMEOUT_S:.0f} s")

@@ -246,7 +246,8 @@ class Leader:
             seated, others = [], []
         self._sizing.resume(left.shape)
         self._placement.take_over()
-        self._adopt_standbys(others)
+        for actor, _ in others:  # standbys, and what would hold resources without a seat
+            end_actor(actor)
         ranks = {status.seat.rank for _, status in seated if status.seat is not None}
         if COMMITTING_RANK not in ranks or left.phase is m.RunPhase.ENDING:  # it reports steps and commits no more
             self._ask_store(self.record.recover_from_commits)
@@ -295,16 +296,6 @@ class Leader:
         self.record.event(Event("takeover_refused", reason, attempt=last))
         self.record.close()
         self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
-
-    def _adopt_standbys(self, others: list[LivingWorker]) -> None:
-        """Keeps one standby per node; ends the other workers without a seat, which would hold
-        resources."""
-        for actor, status in others:
-            node = status.info.facts.node_id
-            if status.standby and status.seat is None and node not in self._workers.standbys:
-                self._workers.adopt_standby(actor, node)
-            else:
-                end_actor(actor)
 
     def _ask_store(self, question: Callable[[], T]) -> T:
         """Asks the store, and retries while it does not answer."""

@@ -85,13 +85,11 @@ class WorkerInfo:
 @dataclass(frozen=True)
 class WorkerStatus:
     """What a worker tells a restarted controller about itself. `bundle`: the bundle whose resources
-    it uses; None before its first seat. `seat`: its current or last seat. `standby`: it was started
-    as a standby and reserves no resources."""
+    it uses; None before its first seat. `seat`: its current or last seat."""
 
     info: WorkerInfo
     bundle: int | None
     seat: Seat | None
-    standby: bool = False
 
 
 @dataclass(frozen=True)

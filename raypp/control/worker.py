@@ -61,7 +61,6 @@ class Worker:
         self._run = request.run
         self._cluster_name = request.cluster_name
         self._name = f"raypp/{request.cluster_name}/{label}"
-        self._standby = label == "standby"
         self._controller = controller
         self._rank_function = request.rank_function
         self._changed = threading.Condition()
@@ -94,7 +93,7 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         """Returns what a restarted controller needs to take this worker over."""
-        return WorkerStatus(self.info(), self._bundle, self._seat, self._standby)
+        return WorkerStatus(self.info(), self._bundle, self._seat)
 
     def begin(self, decision: dict[str, Any], seat: Seat, bundle: int) -> None:
         """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends. Raises

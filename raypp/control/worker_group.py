@@ -4,14 +4,11 @@ next."""
 from __future__ import annotations
 
 import secrets
-import time
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -27,40 +24,25 @@ from raypp.job.job import Job
 # NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
 ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _THREADS = 16
-_WATCH_EVERY_S = 5.0
-_WATCH_CALL_S = 600.0
-_MOST_LOST_STANDBYS = 3
-"""Per node. A standby that dies again and again takes memory that the ranks may need."""
 
 
 @dataclass
 class Member:
-    """One worker process.
-
-    Attributes:
-        fresh: It was started for the current attempt.
-        watch: Of a standby: a call that fails when its process has ended.
-        first: Of a standby started by this group: a call that is answered once its process runs.
-        starting: It was a standby that did not run yet when it got its bundle.
-    """
+    """One worker process. `fresh`: it was started for the current attempt."""
 
     actor: Any
     node_id: str
     fresh: bool = True
-    watch: Any = None
-    first: Any = None
-    starting: bool = False
-
-    def reuse(self) -> None:
-        """Notes that it was started before the current attempt, and whether it runs."""
-        self.fresh = False
-        self.starting = self.first is not None and not ray.wait([self.first], timeout=0)[0]
 
 
 @dataclass
 class WorkerGroup:
-    """Every process of a run. A standby reserves no resources: when it replaces a dead process it
-    uses that one's, which the placement group still holds. `device`: cpu or cuda."""
+    """Every process of a run. `device`: cpu or cuda.
+
+    A standby reserves no resources: when it replaces a dead process it uses that one's, which the
+    placement group still holds. Whether it lives is seen when it gets a bundle: one that has died
+    is replaced like any process of an earlier attempt.
+    """
 
     request: RunRequest
     job: Job
@@ -70,10 +52,8 @@ class WorkerGroup:
     """By bundle."""
     devices: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Node and device index of each bundle, as Ray gave them to the first process there."""
-    standbys: dict[str, Member] = field(default_factory=dict)
+    standbys: dict[str, Any] = field(default_factory=dict)
     """By node."""
-    _lost_standbys: Counter[str] = field(default_factory=Counter)
-    _watched_at: float = 0.0
 
     def fill(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
         """Gives every bundle a process on its node: the one it had, else a standby, else a new one.
@@ -82,7 +62,7 @@ class WorkerGroup:
         for bundle, node in enumerate(nodes):
             member = self.seated.get(bundle)
             if member is not None and member.node_id == node:
-                member.reuse()
+                member.fresh = False
                 continue
             self.kill(bundle)
             if self.devices.get(bundle, (node, 0))[0] != node:
@@ -92,8 +72,7 @@ class WorkerGroup:
     def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
         """Gives a process to a bundle that has none."""
         if node in self.standbys and (self.device == "cpu" or bundle in self.devices):
-            self.seated[bundle] = self.standbys.pop(node)
-            self.seated[bundle].reuse()
+            self.seated[bundle] = Member(self.standbys.pop(node), node, fresh=False)
             return
         suffix = f" (attempt {attempt})" if attempt > 1 else ""
         group = cast(PlacementGroup, placement.group)
@@ -107,46 +86,17 @@ class WorkerGroup:
         self.seated[bundle] = Member(actor, node)
 
     def start_standbys(self, next_nodes: Collection[str] = ()) -> None:
-        """Starts a standby on every node of the run that has none, or whose standby has died.
-        `next_nodes`: others that get one: a rank that moves there finds everything imported."""
+        """Starts a standby on every node of the run that has none. `next_nodes`: others that get
+        one: a rank that moves there finds everything imported."""
         if not self.job.recovery.standby:
             return
-        self._drop_dead_standbys()
         nodes = {member.node_id for member in self.seated.values()}.union(next_nodes)
         for node in self.standbys.keys() - nodes:
-            end_actor(self.standbys.pop(node).actor)
+            end_actor(self.standbys.pop(node))
         for node in nodes - self.standbys.keys():
-            if self._lost_standbys[node] >= _MOST_LOST_STANDBYS:
-                continue
             name = f"standby-{secrets.token_hex(3)}"
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            actor = self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy)
-            self._add_standby(Member(actor, node, first=actor.info.remote()))
-
-    def adopt_standby(self, actor: Any, node: str) -> None:
-        """Takes over a standby that an earlier controller process started."""
-        self._add_standby(Member(actor, node, fresh=False))
-
-    def _add_standby(self, member: Member) -> None:
-        member.watch = member.actor.outcome.remote(-1, _WATCH_CALL_S)
-        self.standbys[member.node_id] = member
-
-    def _drop_dead_standbys(self) -> None:
-        """Forgets standbys whose process has ended; looks every few seconds."""
-        now = time.monotonic()
-        if not self.standbys or now - self._watched_at < _WATCH_EVERY_S:
-            return
-        self._watched_at = now
-        watched = {member.watch: member for member in self.standbys.values()}
-        ready, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
-        for reference in ready:
-            member = watched[reference]
-            try:
-                ray.get(reference)
-                self._add_standby(member)
-            except RayError:
-                del self.standbys[member.node_id]
-                self._lost_standbys[member.node_id] += 1
+            self.standbys[node] = self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy)
 
     def device_index(self, bundle: int, node: str, reported: int) -> int:
         """Returns the device of a bundle. A standby in it does not know it: Ray gave it no
@@ -172,9 +122,9 @@ class WorkerGroup:
     def helpers(self, node_id: str, except_bundle: int | None = None) -> list[Any]:
         """Returns the workers of a node that can examine or end another one there. Some may be dead
         or frozen themselves. `except_bundle`: the bundle of the worker to be examined."""
-        seated = [member for bundle, member in self.seated.items() if bundle != except_bundle]
-        members = [*self.standbys.values(), *seated]
-        return [member.actor for member in members if member.node_id == node_id]
+        standby = [self.standbys[node_id]] if node_id in self.standbys else []
+        others = [one for bundle, one in self.seated.items() if bundle != except_bundle]
+        return standby + [one.actor for one in others if one.node_id == node_id]
 
     def empty_bundles(self) -> None:
         """Ends every process that has a bundle, before the placement group is made anew."""

@@ -62,7 +62,7 @@ class Workers(WorkerGroup):
         self.request = RunRequest("r", {})
         self.device = "cpu"
         self.seated: dict[int, Member] = {}
-        self.standbys: dict[str, Member] = {}
+        self.standbys: dict[str, Any] = {}
         self.devices: dict[int, tuple[str, int]] = {}
         self.done: list[tuple[str, int]] = []
         self.standby_starts = 0
@@ -78,9 +78,6 @@ class Workers(WorkerGroup):
     def kill_frozen(self, bundle: int, pid: int) -> None:
         self.done.append(("kill frozen", bundle))
         self.seated.pop(bundle, None)
-
-    def adopt_standby(self, actor: Any, node: str) -> None:
-        self.standbys[node] = Member(actor, node, fresh=False)
 
     def start_standbys(self, next_nodes: Sequence[str] = ()) -> None:
         self.standby_starts += 1

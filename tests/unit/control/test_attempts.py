@@ -39,14 +39,14 @@ def attempt(clock: StandInClock) -> StandIns:
     return StandIns(job, 3, Workers(), Devices(), lambda batch: None, lambda compiler, network: decide(job))
 
 
-def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
+def starting(attempt: StandIns, reused: int | None = None) -> StandIns:
     """The devices are there, and in the bundle `reused` a process of an earlier attempt."""
     if reused is not None:
         attempt.workers.seated[reused] = Member(Actor(), "12"[reused // 2])
     attempt.launch()
     assert attempt.poll(0.0) == []
     if reused is not None:
-        attempt.workers.seated[reused].fresh, attempt.workers.seated[reused].starting = False, not runs
+        attempt.workers.seated[reused].fresh = False
     assert attempt.phase is AttemptPhase.STARTING
     return attempt
 
@@ -105,16 +105,15 @@ def test_a_new_process_is_given_minutes_to_start_and_then_the_attempt_fails(
     assert attempt.workers.done[-1] == ("kill", attempt.ranks[0].bundle)
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_process_of_an_earlier_attempt_that_does_not_answer_is_replaced_unless_it_is_still_starting(
-    attempt: StandIns, clock: StandInClock, runs: bool
+def test_a_process_of_an_earlier_attempt_that_does_not_answer_is_replaced(
+    attempt: StandIns, clock: StandInClock
 ) -> None:
-    starting(attempt, reused=0, runs=runs)
+    starting(attempt, reused=0)
     clock.advance(9)
     assert attempt.poll(0.0) == [] and ("kill", 0) not in attempt.workers.done
     clock.advance(2)
     assert attempt.poll(0.0) == []
-    assert (attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]) == runs
+    assert attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]
 
 
 def test_a_process_that_died_between_two_attempts_is_replaced_and_that_is_no_failure(attempt: StandIns) -> None:

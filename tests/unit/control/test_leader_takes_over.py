@@ -308,16 +308,12 @@ def test_a_rank_that_dies_after_it_was_adopted_is_found(take_over: TakeOver) -> 
     assert [(one.rank, one.kind, one.pid) for one in heir.machine.failures] == [(2, "killed", 102)]
 
 
-def test_standbys_are_kept_one_per_node_and_others_without_a_seat_are_ended(
-    monkeypatch: pytest.MonkeyPatch, left: Path
-) -> None:
+def test_a_worker_without_a_seat_is_ended(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(leader_module, "end_actor", ended.append)
     heir = Heir(left, 0, 1, 2, 3)
-    info = heir.living[0][1].info
-    others = [(Actor(), WorkerStatus(info, None, None, standby)) for standby in (True, True, False)]
-    heir.living += others
+    other = Actor()
+    heir.living.append((other, WorkerStatus(heir.living[0][1].info, None, None)))
     monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
     heir._begin()
-    assert [member.actor for member in heir._workers.standbys.values()] == [others[0][0]]
-    assert ended == [others[1][0], others[2][0]]
+    assert ended == [other]

@@ -18,7 +18,7 @@ from raypp.control.placement import Placement
 from raypp.control.protocol import RunRequest
 from raypp.control.ray_nodes import LostNodes
 from raypp.control.watchers import Turn
-from raypp.control.worker_group import Member, WorkerGroup
+from raypp.control.worker_group import WorkerGroup
 from raypp.job.load import job_document, parse_job
 
 ANSWERS: dict[str, bool | None] = {}
@@ -198,7 +198,7 @@ def test_a_bundle_keeps_its_process_else_gets_the_standby_of_its_node_else_a_new
     first = fill(workers, "a", "b")
     assert first == started and all(member.fresh for member in workers.seated.values())
     standby = Actor()
-    workers.standbys["b"] = Member(standby, "b", fresh=False)
+    workers.standbys["b"] = standby
     workers.kill(1)
     assert first[1].calls == [("ended",)]
     assert fill(workers, "a", "b") == [first[0], standby] and len(started) == 2 and not workers.standbys
@@ -214,7 +214,7 @@ def test_a_standby_takes_a_bundle_with_a_gpu_only_if_its_device_is_known(
     """Ray gives a standby no device: it uses that of the process before it."""
     workers = group("cuda")
     standby = Actor()
-    workers.standbys["b"] = Member(standby, "b", fresh=False)
+    workers.standbys["b"] = standby
     if known:
         workers.device_index(1, "b", 5)
     assert (fill(workers, "a", "b")[1] is standby) == known
@@ -239,15 +239,11 @@ def test_nodes_that_a_rank_may_move_to_have_a_standby_too(
     assert place.next_nodes() == [d]
     workers = group()
     fill(workers, a, a)
-    add = lambda self, member: self.standbys.update({member.node_id: member})  # noqa: E731
-    monkeypatch.setattr(WorkerGroup, "_add_standby", add)
-    monkeypatch.setattr(WorkerGroup, "_drop_dead_standbys", lambda self: None)
     workers.start_standbys([b, c])
     assert workers.standbys.keys() == {a, b, c}
-    left, kept = workers.standbys[b].actor, workers.standbys[c].actor
+    left, kept = workers.standbys[b], workers.standbys[c]
     workers.start_standbys([c])
     assert workers.standbys.keys() == {a, c} and left.calls[-1] == ("ended",)
-    monkeypatch.setattr(Member, "reuse", lambda self: None)
     assert fill(workers, a, c)[1] is kept and workers.standbys.keys() == {a}
 
 
@@ -255,7 +251,7 @@ def test_a_process_is_examined_by_the_others_of_its_node(started: list[Any], clo
     workers = group()
     fill(workers, "a", "a")
     standby, elsewhere = Actor(), Actor()
-    workers.standbys |= {"a": Member(standby, "a"), "b": Member(elsewhere, "b")}
+    workers.standbys |= {"a": standby, "b": elsewhere}
     assert workers.helpers("a", except_bundle=0) == [standby, started[1]]
     workers.kill_frozen(0, 77)
     assert [one.calls[-1] for one in (standby, started[1])] == [("end_process", 77)] * 2
