@@ -176,7 +176,7 @@ def sized(file: JobFile) -> JobFile:
     """Returns the job with the sizes of the model that `model.from_hf` or `model.from_run` names,
     and rows for `data.added_tokens`."""
     if (given := file.job.model.from_run) is not None:
-        from raypp.api.checkpoints import open_run
+        from raypp.control.find_run import open_run
         from raypp.state.checkpoint.from_run import with_run_model
 
         store, run, step = open_run(given)

@@ -7,19 +7,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from raypp.api.submission import Say
-from raypp.control.clusters import known_runs
 from raypp.control.clusters.find import lend_store_settings
+from raypp.control.find_run import open_run
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.job import precision
 from raypp.job.models import LoraOptions
 from raypp.state.checkpoint.commit import Commit
 from raypp.state.checkpoint.known_jobs import NOT_YOURS, guarded, read_job
-from raypp.state.checkpoint.layout import split_location, step_folder
+from raypp.state.checkpoint.layout import step_folder
 from raypp.state.checkpoint.retention import BestOf
 from raypp.state.checkpoint.saved_tensors import SavedTensors
 from raypp.state.hf.original import saved_options
 from raypp.state.run_records.reader import RunReader
-from raypp.storage import ObjectStore, open_for_others, open_store
+from raypp.storage import ObjectStore, open_for_others
 from raypp.tools.export.export_adapter import export_adapter
 from raypp.tools.export.export_model import export_hf
 from raypp.tools.inference.source import committed_steps, newest_checkpoint
@@ -27,19 +27,6 @@ from raypp.untrusted.text import visible
 
 DTYPES = {name: dtype.saved for name, dtype in precision.DTYPES.items()} | {"fp16": "F16"}
 _SHOWN = 5
-
-
-def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`. Raises
-    JobError: the store contains nothing of that run."""
-    url, name, step = split_location(argument)
-    place = known_runs.locate_run(name if url is None else f"{url}/{name}")
-    store = open_store(place.url)
-    if next(store.list(f"{name}/"), None) is None:
-        raise JobError(
-            Problem("RUN", f"there is no run {name!r} below {store.url}", "use the checkpoint.url of the run's job")
-        )
-    return store, name, step
 
 
 def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, SavedTensors]:

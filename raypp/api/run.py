@@ -67,7 +67,7 @@ class Run(RunControl):
         Returns:
             For each prompt `{"prompt", "text", "tokens", "finish"}`.
         """
-        from raypp.api.generation import complete, row
+        from raypp.api.inference import complete, row
         from raypp.tools.inference.prompts import Answer, encode_prompts
         from raypp.tools.inference.source import find_source
 

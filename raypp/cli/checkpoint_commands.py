@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from raypp.api.checked_job import load_checked_job
-from raypp.api.checkpoints import DTYPES, export, open_checkpoint, open_run
+from raypp.api.checkpoints import DTYPES, export, open_checkpoint
 from raypp.cli.console import Lines, Table, Text, progress_bar, wide_console
 from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
 from raypp.control.clusters.find import lend_store_settings
+from raypp.control.find_run import open_run
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem, size_text
 from raypp.job.load import job_document, parse_job
 from raypp.job.models import DecoderOptions

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ from raypp.cli.first_hour import cards_of, first_hour
 from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
 from raypp.control import client
-from raypp.control.cluster_call import Call, last_answer, lines_of
+from raypp.control.cluster_call import Call, ask
 from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.job.load import job_document
 from raypp.job.secret import without_secrets
-from raypp.tools.doctor.driver import PROGRESS, ProbeOptions
+from raypp.tools.doctor.driver import ProbeOptions
 from raypp.tools.doctor.findings import Finding, Severity, findings, links_document
 from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
@@ -98,7 +96,7 @@ def doctor_command(
     seconds = max(0.05, min(seconds, 60.0))
     options = ProbeOptions(url, examined, seconds, hour or not no_devices, hour or nccl, share_environment=here)
     start = time.monotonic()
-    report = last_answer(_examination(cluster, options))
+    report = _examined(cluster, options)
     results = findings(report)
     if hour:
         assert out is not None
@@ -121,17 +119,13 @@ def doctor_command(
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in results) else EXIT_OK)
 
 
-def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
-    """Yields what `raypp.tools.doctor.driver` prints in the cluster, and shows its progress."""
+def _examined(cluster: Cluster, options: ProbeOptions) -> dict[str, Any]:
+    """Returns what `raypp.tools.doctor.driver` finds in the cluster, and shows its progress."""
     secrets = client.collect_secrets(here=cluster.embedded is not None)
     settings = client.collect_settings(cluster)
     words = (options.as_argument(),)
     call = Call("doctor", "raypp.tools.doctor.driver", words, secrets, settings, timeout_s=_EXAMINATION_S)
-    with closing(lines_of(cluster, call)) as lines:
-        for line in lines:
-            if line.startswith(PROGRESS):
-                echo(f"  {line.removeprefix(PROGRESS).rstrip()}", err=True)
-            yield line
+    return ask(cluster, call, lambda text: echo(f"  {text.rstrip()}", err=True))
 
 
 def _show(report: dict[str, Any], results: list[Finding], store_asked: bool) -> None:

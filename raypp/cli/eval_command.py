@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from raypp.api.torch_process import ask
+from raypp.api.inference import reports_of
 from raypp.cli.console import Console, Table
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, set_option, trust_option
 from raypp.cli.output import echo, echo_json
+from raypp.control.calls import last_answer
 from raypp.control.clusters.find import Cluster
 from raypp.environment import need
-from raypp.errors import JobError, Problem, RayppError, RunFailedError
+from raypp.errors import JobError, Problem, RayppError
 from raypp.job.job import Job
-from raypp.job.load import job_document
 from raypp.state.run_records.status import duration
-from raypp.tools.inference.client import use_on_cluster
 from raypp.tools.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.tools.inference.prompts import end_ids
 from raypp.tools.inference.source import Source, find_source
@@ -79,9 +77,7 @@ def eval_command(
         try:
             answer = _asked(cluster, source, job, {}, as_json)
         except RayppError as error:
-            named = type(error)(as_asked(error.problems, data))
-            named.exit_code = error.exit_code
-            raise named from error
+            raise type(error)(as_asked(error.problems, data)) from error
         _show_loss(source, answer, as_json)
         return
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -100,18 +96,8 @@ def eval_command(
 
 
 def _asked(cluster: Cluster | None, source: Source, job: Job, request: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
     with evaluation_progress(quiet=as_json) as progress:
-        if cluster is None:
-            request = {"source": asdict(source), "job": job_document(job), **request}
-            return ask("raypp.tools.inference.on_seat", request, "the evaluation", progress)
-        with closing(use_on_cluster(cluster, "eval", source, job, request)) as reports:
-            for answer in reports:
-                if "progress" in answer:
-                    progress(answer["progress"])
-    if not answer.keys() >= ({"tasks"} if "tasks" in request else {*_KEYS, "seconds"}):
-        raise RunFailedError("the evaluation on the cluster ended without a result")
-    return answer
+        return dict(last_answer(reports_of(cluster, "eval", source, job, request), progress))
 
 
 def _absolute(name: str) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from raypp.api.generation import complete, row
+from raypp.api.inference import complete, reports_of, row, turn_of
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.errors import JobError, Problem
 from raypp.rank.data.chat_files import end_of_turn
 from raypp.rank.data.chat_template import ChatTemplate, TemplateFault
 from raypp.rank.data.tokenizer import PromptTokenizer
-from raypp.tools.inference.processes import Generators
 from raypp.tools.inference.prompts import (
     Answer,
     Encoded,
@@ -130,9 +130,7 @@ def generate_command(
     codec = source.open_tokenizer()
     choice: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if chat:
-        template = source.open_template()
-        with Generators(source, pp, chat_end_ids(source, codec, template), 1) as generators:
-            converse(source, codec, template, generators, max_new_tokens, choice, system)
+        converse(source, pp, codec, source.open_template(), max_new_tokens, choice, system)
         return
     prompts = encode_prompts(source, codec, texts, max_new_tokens)
     answers = [Answer(prompt) for prompt in prompts]
@@ -189,9 +187,9 @@ _MOST_CHARACTERS = 1 << 20
 
 def converse(
     source: Source,
+    pp: int,
     tokenizer: PromptTokenizer,
     template: ChatTemplate,
-    generators: Generators,
     max_new_tokens: int | None,
     choice: Mapping[str, Any],
     system: str | None = None,
@@ -200,26 +198,35 @@ def converse(
     answer; None: as for prompts. `system`: the system message; None: the template's own, if it has
     one. Raises JobError: the conversation no longer fits into the context, or its template refuses
     it."""
-    stop = end_of_turn(template)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
-    while True:
-        if sys.stdin.isatty():
-            echo_lines(styled("> ", bold=True), nl=False)
-        line = sys.stdin.readline(_MOST_CHARACTERS)
-        if not line:
-            return
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line.strip()})
-        try:
-            text = template.render(messages, add_generation_prompt=True).text
-        except TemplateFault as fault:
-            raise JobError(Problem("--chat", str(fault))) from fault
-        answer = Answer(encode_conversation(source, tokenizer, text, max_new_tokens), stop=stop)
-        for new in generators.generate([answer.prompt], **choice):
-            answer.add(new.token, new.finish)
-            if fresh := answer.news(tokenizer):
-                echo_lines(fresh, nl=False)
-                sys.stdout.flush()
-        echo()
-        messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})
+    answers: list[Answer] = []
+
+    def turns() -> Iterator[dict[str, Any]]:
+        while True:
+            if sys.stdin.isatty():
+                echo_lines(styled("> ", bold=True), nl=False)
+            line = sys.stdin.readline(_MOST_CHARACTERS)
+            if not line:
+                return
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line.strip()})
+            try:
+                text = template.render(messages, add_generation_prompt=True).text
+            except TemplateFault as fault:
+                raise JobError(Problem("--chat", str(fault))) from fault
+            answers.append(
+                Answer(encode_conversation(source, tokenizer, text, max_new_tokens), stop=end_of_turn(template))
+            )
+            yield turn_of([answers[-1].prompt], choice)
+            echo()
+            messages.append({"role": "assistant", "content": answers[-1].text(tokenizer).strip()})
+
+    request = turn_of([], choice) | {"ends": chat_end_ids(source, tokenizer, template), "rows": 1}
+    with closing(reports_of(None, "generate", source, source.job(pp), request, turns())) as reports:
+        for report in reports:
+            if "token" in report:
+                answers[-1].add(*report["token"][1:])
+                if fresh := answers[-1].news(tokenizer):
+                    echo_lines(fresh, nl=False)
+                    sys.stdout.flush()

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from raypp.control.cluster_call import Call, last_answer, lines_of, python_of, refused
+from raypp.control.cluster_call import Call, ask, python_of, refused
 from raypp.control.clusters.dashboard import DashboardError, NodeResources
 from raypp.control.clusters.find import Cluster
 from raypp.control.clusters.known_runs import RunPlace
@@ -297,7 +297,7 @@ def command_run(cluster: Cluster, place: RunPlace, method: str, *arguments: obje
     time."""
     words = (place.name, place.url, method, json.dumps(arguments))
     call = Call(f"{method} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
-    return last_answer(lines_of(cluster, call))
+    return ask(cluster, call)
 
 
 def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None) -> dict[str, Any]:

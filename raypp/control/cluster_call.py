@@ -16,10 +16,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypp.control.calls import REPORT, error_of, last_answer
 from raypp.control.clusters.dashboard import FINAL_JOB_STATES, DashboardError
 from raypp.control.clusters.find import Cluster
 from raypp.control.credentials import deposit
@@ -30,7 +32,7 @@ _POLL_S, _LONGEST_POLL_S = 0.1, 2.0
 _SHARE = 0.1
 """Share of the time spent asking the dashboard, which always sends the whole log."""
 _STOP_S = 15.0
-_SHOWN = 2000
+_SHOWN, _SHOWN_LINES = 2000, 5
 
 
 class CallFailedError(RunFailedError):
@@ -69,22 +71,38 @@ def lines_of(cluster: Cluster, call: Call) -> Generator[str]:
         yield from _of_process(call, cluster.embedded.ray_environment())
 
 
-def last_answer(lines: Iterable[str]) -> dict[str, Any]:
-    """Returns the JSON object on the last line that has one. Raises UnreachableError: there is
-    none; the message holds the end of what was printed instead."""
-    answer: dict[str, Any] | None = None
-    tail: deque[str] = deque(maxlen=5)
+def reports_of(cluster: Cluster, call: Call) -> Generator[dict[str, Any]]:
+    """Yields what a call reports, as `lines_of` its lines. Raises RayppError: it reports an error.
+    Raises CallFailedError: it ended without an answer; the message has the end of what it
+    printed."""
+    answered = False
+    others: deque[str] = deque(maxlen=_SHOWN_LINES)
     try:
-        for line in lines:
-            tail.append(line)
-            if line.startswith("{"):
-                with contextlib.suppress(ValueError):
-                    answer = dict(json.loads(line))
+        with closing(lines_of(cluster, call)) as lines:
+            for line in lines:
+                if not line.startswith(REPORT):
+                    others.append(line)
+                    continue
+                report = json.loads(line.removeprefix(REPORT))
+                if "error" in report:
+                    raise error_of(report["error"])
+                answered |= "answer" in report
+                yield report
+    except CallFailedError:
+        if not answered:
+            raise
+    if not answered:
+        raise CallFailedError("\n".join(others) or "it ended without an answer")
+
+
+def ask(cluster: Cluster, call: Call, progress: Callable[[Any], None] = lambda _what: None) -> dict[str, Any]:
+    """Returns the answer of a call. Raises UnreachableError: there is none; the message has the end
+    of what it printed instead."""
+    try:
+        return dict(last_answer(reports_of(cluster, call), progress))
     except CallFailedError as error:
-        tail.extend(str(error).splitlines())
-    if answer is None:
-        raise UnreachableError(Problem("address", "the cluster could not be asked: " + "\n".join(tail)))
-    return answer
+        tail = "\n".join(str(error).splitlines()[-_SHOWN_LINES:])
+        raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}")) from None
 
 
 def python_of(cluster: Cluster) -> str:

@@ -5,7 +5,7 @@ It starts the run's controller (or finds it), prints its lines, and exits with t
 without a checkpoint.
 
 `python -m raypp.control.driver RUN URL METHOD ARGUMENTS` calls a method of the controller of a
-run, which is stored at URL, and prints the answer as one JSON object on the last line.
+run, which is stored at URL, and reports the answer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from raypp.control.calls import print_report
 from raypp.control.clusters.known_runs import cluster_name
 from raypp.control.credentials import forget, load_private_environment
 from raypp.control.on_end import tell_end
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
     load_private_environment()
     if request is None:
         run, url, method, values = arguments
-        print(json.dumps(command(run, url, method, json.loads(values))), flush=True)  # noqa: T201
+        print_report({"answer": command(run, url, method, json.loads(values))})
         return 0
     return _follow_run(request)
 

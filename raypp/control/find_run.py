@@ -17,7 +17,7 @@ from raypp.control.queue.client import line_exists
 from raypp.control.queue.ticket import read_ticket
 from raypp.errors import CheckpointError, JobError, Problem, RayppError, UnreachableError
 from raypp.records import Event, RunState
-from raypp.state.checkpoint.layout import spec_key
+from raypp.state.checkpoint.layout import spec_key, split_location
 from raypp.state.checkpoint.run_spec import newest_number, read_end
 from raypp.state.run_records.reader import RunReader
 from raypp.state.run_records.status import (
@@ -49,6 +49,14 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
     if place.submitted_at is None and not reader.exists():
         raise _no_such_run(store, place.name)
     return replace(place, url=store.url), reader
+
+
+def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
+    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`. Raises as
+    `find_run`."""
+    url, name, step = split_location(argument)
+    _, reader = find_run(name if url is None else f"{url}/{name}")
+    return reader.store, name, step
 
 
 def open_reader(place: RunPlace) -> RunReader:

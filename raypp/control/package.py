@@ -16,8 +16,8 @@ from pathlib import Path
 import raypp
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 
-INFERENCE_FILE, REPORT = "raypp-inference.json", "raypp-report: "
-"""The request of `raypp.tools.inference.driver`, and how the lines begin that it answers with."""
+INFERENCE_FILE = "raypp-inference.json"
+"""The request of `raypp.tools.inference.driver`."""
 _ONLY_HERE = ("cli", "clusters", "doctor")
 _UNCHECKED_HASH = (0b01).to_bytes(4, "little")
 _EPOCH = (2020, 1, 1, 0, 0, 0)

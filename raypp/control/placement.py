@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, places
 from raypp.job.job import Job
@@ -174,6 +175,11 @@ class Placement:
         if time.monotonic() - self._asked_at > _RELEASE_SPARES_AFTER_S:
             self.spares.release("the run needs the room")
         return None
+
+    def options(self, bundle: int) -> dict[str, Any]:
+        """Returns Ray's options for an actor that uses the resources of a bundle."""
+        strategy = PlacementGroupSchedulingStrategy(cast(PlacementGroup, self.group), bundle)
+        return {"num_cpus": self.bundle["CPU"], "num_gpus": self.bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
     def waited_s(self) -> float:
         """Returns how long the run has waited for the group."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.control.cleanup import end_actor
 from raypp.control.fork_client import EXECUTABLE
@@ -75,14 +74,7 @@ class WorkerGroup:
             self.seated[bundle] = Member(self.standbys.pop(node), node, fresh=False)
             return
         suffix = f" (attempt {attempt})" if attempt > 1 else ""
-        group = cast(PlacementGroup, placement.group)
-        actor = self._start(
-            f"{label}{suffix}",
-            label,
-            num_cpus=self.job.resources.cpus_per_rank,
-            num_gpus=1 if self.device == "cuda" else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        )
+        actor = self._start(f"{label}{suffix}", label, **placement.options(bundle))
         self.seated[bundle] = Member(actor, node)
 
     def start_standbys(self, next_nodes: Collection[str] = ()) -> None:

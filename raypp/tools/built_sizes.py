@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from raypp.control.calls import Tell
 from raypp.errors import RayppError, RunFailedError, origin_in_words
 from raypp.job.load import parse_job
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.stage import build_stage
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any], _tell: Tell) -> dict[str, Any]:
     """Answers `{"job"}`, for its `model:` section. Raises RunFailedError: the model cannot be
     built."""
     try:

@@ -5,76 +5,89 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
-from raypp.errors import RayppError, RunFailedError
+from raypp.control.calls import RankReports, Tell, error_document
 from raypp.ports import free_port
+from raypp.rank.joining.lost_peer import explained, lost_peer
 
 RankFunction = Callable[..., Any]
-"""Called with the rank, the port of the rendezvous, and the arguments. Returns plain JSON."""
+"""Called with the rank, the port of the rendezvous, what takes its reports, and the arguments.
+Returns plain JSON."""
+_CAUSE_S = 5.0
 
 
-def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: float | None = 600.0) -> Any:
-    """Runs a function in `world` new processes, with one thread each, and waits for all.
+def run_ranks(world: int, function: RankFunction, *arguments: Any, tell: Tell = lambda _report: None) -> Any:
+    """Runs a function in `world` new processes, or in this one if it is alone, and waits for all.
+    They end with this process.
 
     Args:
         function: A function of a module that processes can import.
-        arguments: Passed after rank and port.
-        patience_s: Longest duration. None: no limit.
+        arguments: Passed after the rank, the port and `tell`.
+        tell: Called here with each report of rank 0, and with its `answer`.
 
     Returns:
         What rank 0's function returned.
 
     Raises:
-        RunFailedError: A rank failed; includes its message.
+        RayppError: A rank failed; of the rank that is the cause.
     """
-    with TemporaryDirectory(prefix="raypp-ranks-") as name:
-        folder = Path(name)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([function.__module__])
-        port = free_port()
-        processes = []
-        deadline = None if patience_s is None else time.monotonic() + patience_s
-        try:
-            for number in range(world):
-                # No daemon: those may not start processes, as lm-evaluation-harness does.
-                process = context.Process(target=_rank, args=(number, port, function, arguments, name), daemon=False)
-                process.start()
-                processes.append(process)
-            while any(process.is_alive() for process in processes):
-                late = deadline is not None and time.monotonic() > deadline
-                if late or any(process.exitcode for process in processes):
-                    break
-                time.sleep(0.02)
-        finally:
-            failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        if failed:
-            reports = sorted(folder.glob("failed.*"))
-            cause = reports[0].read_text().strip() if reports else f"no answer within {patience_s or 0:.0f} s"
-            which = reports[0].suffix[1:] if reports else failed[0]
-            raise RunFailedError(f"rank {which} of {len(processes)} failed: {cause}")
-        return json.loads((folder / "answer").read_text())
-
-
-def _rank(rank: int, port: int, function: RankFunction, arguments: tuple[Any, ...], folder: str) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    port, reports = free_port(), RankReports(tell, _CAUSE_S)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world == 1:
+        reports.take(0, answered(function, 0, port, tell, *arguments))
+        return reports.answer()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    processes, waiting = [], {}
     try:
-        answer = function(rank, port, *arguments)
-        if rank == 0:
-            (Path(folder) / "answer").write_text(json.dumps(answer))
-    except RayppError as error:
-        (Path(folder) / f"failed.{rank}").write_text(str(error))
-        sys.exit(error.exit_code)
-    except BaseException:
-        (Path(folder) / f"failed.{rank}").write_text(traceback.format_exc())
-        raise
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            # No daemon: those may not start processes, as lm-evaluation-harness does.
+            process = context.Process(target=_rank, args=(rank, port, there, function, arguments), daemon=False)
+            process.start()
+            there.close()
+            processes.append(process)
+            waiting[here] = rank
+        while waiting and not reports.explained:
+            for pipe in cast(list[Connection], wait(list(waiting), timeout=1.0)):
+                rank = waiting[pipe]
+                try:
+                    reports.take(rank, json.loads(pipe.recv_bytes()))
+                except EOFError:
+                    del waiting[pipe]
+                    processes[rank].join()
+                    if code := processes[rank].exitcode:
+                        reports.died(rank, f"ended with exit code {code}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return reports.answer()
+
+
+def answered(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Calls a rank's function. Returns its `answer`, or the document of its `error`."""
+    try:
+        return {"answer": function(*arguments)}
+    except BaseException as error:  # noqa: BLE001 - the command that asked shows it
+        return {"error": error_document(explained(error) or error, peer=lost_peer(error))}
+
+
+def _rank(rank: int, port: int, out: Connection, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(report: Mapping[str, Any]) -> None:
+        out.send_bytes(json.dumps(report).encode())
+
+    tell(answered(function, rank, port, tell, *arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
@@ -213,7 +214,7 @@ def _device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any], _tell: Tell) -> dict[str, Any]:
     """Answers `{"job", "device"}`: see `open_meter` and `Meter.take`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     job, kind = parse_job(request["job"]), request.get("device") or "auto"

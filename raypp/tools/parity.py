@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import ON_CPUS, decide, settle
@@ -98,7 +100,8 @@ def one_process_job(job: Job) -> Job:
 # One rank's process.
 
 
-def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: str) -> None:
+def _rank(rank: int, port: int, _tell: Tell, document: dict[str, Any], steps: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
     place = Path(folder)
     job = parse_job(document)
     seat = local_seat(rank, job.mesh.world, port, job)
@@ -190,7 +193,7 @@ def _errors(ours: Path, reference: Path, kind: str) -> dict[str, tuple[float, bo
 def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str, Any]:
     """Runs a job on its mesh and in one process, and compares the results. `tolerance`: the largest
     relative error; None: that of the dtype it computes in. Returns the result of `compare`, and
-    `world`, `tolerance`, `seconds`, `passed`. Raises RunFailedError: a rank failed."""
+    `world`, `tolerance`, `seconds`, `passed`. Raises RayppError: a rank failed."""
     started = time.monotonic()
     job = settle(job, ON_CPUS)
     limit = job.train.dtypes.compute.tolerance if tolerance is None else tolerance
@@ -205,6 +208,6 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
     return {"world": job.mesh.world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any], _tell: Tell) -> dict[str, Any]:
     """Answers `{"job", "steps", "tolerance"}`: see `run_parity`."""
     return run_parity(parse_job(request["job"]), int(request["steps"]), request.get("tolerance"))

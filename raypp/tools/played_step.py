@@ -4,7 +4,6 @@ replaced by what they allocate; blocks are not compiled."""
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from raypp.control.calls import Tell
 from raypp.errors import JobError, Problem
 from raypp.job.job import Job
 from raypp.job.load import job_document, parse_job
@@ -212,11 +212,11 @@ def _prepare_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"job", "rank"}` by `{"peak", "at"}`: see `step_peak`. Prints each action."""
+def answer(request: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Answers `{"job", "rank"}` by `{"peak", "at"}`: see `step_peak`. Reports each action."""
 
     def mark(action: str) -> None:
-        print(json.dumps({"progress": {"action": action}}), flush=True)  # noqa: T201
+        tell({"progress": {"action": action}})
 
     peak, at = step_peak(parse_job(request["job"]), request["rank"], mark)
     return {"peak": peak, "at": at}

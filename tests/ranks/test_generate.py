@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from collecting_reporter import CollectingReporter
 from harness import run_in_turn
 from training import seat_of, thinned
 
-from raypp.errors import CheckpointError
+from raypp.api.inference import complete, reports_of, turn_of
+from raypp.errors import CheckpointError, RunFailedError
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.rank.rank import run_rank
@@ -23,7 +23,6 @@ from raypp.state.checkpoint.commit import read_commit
 from raypp.state.hf.from_hf import hf_options
 from raypp.storage.directory import DirectoryStore
 from raypp.tools.export.export_model import export_hf
-from raypp.tools.inference.processes import GenerationError, Generators
 from raypp.tools.inference.prompts import Answer, Encoded
 from raypp.tools.inference.source import Source, find_source
 from raypp.untrusted.text import visible_lines
@@ -75,8 +74,7 @@ Texts = list[tuple[tuple[int, ...], str | None]]
 
 
 def generated(source: Source, pp: int, rows: int = 2, **choice: Any) -> Texts:
-    with Generators(source, pp, [101], rows) as generators:  # 101 is `e`: some texts end early
-        return texts_of(generators, encoded(source), **choice)
+    return texts_of(source, pp, rows, encoded(source), choice)[0]
 
 
 def encoded(source: Source) -> list[Encoded]:
@@ -84,23 +82,29 @@ def encoded(source: Source) -> list[Encoded]:
     return [Encoded(text, tokenizer.encode(text).tolist(), limit) for text, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
-def texts_of(generators: Generators, prompts: Sequence[Encoded], **choice: Any) -> Texts:
-    tokens: list[list[int]] = [[] for _ in prompts]
-    finishes: list[str | None] = [None] * len(prompts)
-    for new in generators.generate(prompts, **choice):
-        assert finishes[new.prompt] is None, "nothing follows the end of a text"
-        tokens[new.prompt].append(new.token)
-        finishes[new.prompt] = new.finish
-    return [(tuple(found), finish) for found, finish in zip(tokens, finishes, strict=True)]
+def texts_of(source: Source, pp: int, rows: int, prompts: Sequence[Encoded], *choices: dict[str, Any]) -> list[Texts]:
+    """Generates the texts of prompts, with one choice after the other."""
+    settings = {"ends": [101], "rows": rows}  # 101 is `e`: some texts end early
+    first, *others = (turn_of(prompts, choice) for choice in choices)
+    found: list[list[tuple[list[int], list[str]]]] = []
+    for report in reports_of(None, "generate", source, source.job(pp), first | settings, others):
+        if not found or "done" in report:
+            found.append([([], []) for _ in prompts])
+        if "token" in report:
+            prompt, token, finish = report["token"]
+            tokens, finishes = found[-1][prompt]
+            assert not finishes, "nothing follows the end of a text"
+            tokens.append(token)
+            finishes += [finish] if finish else []
+    return [[(tuple(tokens), finish) for tokens, [finish] in texts] for texts in found[:-1]]
 
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[float, Any]:
     """What one process generates, greedily and with draws."""
     source = find_source(f"{place}/plain")
-    with Generators(source, 1, [101], 2) as generators:
-        ask = partial(texts_of, generators, encoded(source))
-        return {0.0: ask(), 1.5: ask(temperature=1.5, top_p=0.9, seed=10)}
+    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 10}
+    return dict(zip((0.0, 1.5), texts_of(source, 1, 2, encoded(source), {}, drawn), strict=True))
 
 
 @pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [], [(2, 1.5)]))
@@ -145,10 +149,7 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
     prompts = [Encoded(text, tokenizer.encode(text).tolist(), 20) for text in PROMPTS[:3]]
     base = find_source(str(TINY))
     assert run.context == 256, "that of the base"
-    texts = []
-    for source, pp in ((run, 2), (merged, 1), (base, 1)):
-        with Generators(source, pp, [101], 3) as generators:
-            texts.append(texts_of(generators, prompts))
+    texts = [texts_of(source, pp, 3, prompts, {}) for source, pp in ((run, 2), (merged, 1), (base, 1))]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -158,15 +159,13 @@ def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     tokenizer, template = source.open_tokenizer(), source.open_template()
     messages: list[dict[str, Any]] = []
     said = ""
-    with Generators(source, 1, [256], 1) as generators:
-        for line in ("Hello", "Why?"):
-            messages.append({"role": "user", "content": line})
-            text = template.render(messages, add_generation_prompt=True).text
-            answer = Answer(Encoded(text, tokenizer.encode(text).tolist(), 6))
-            for new in generators.generate([answer.prompt]):
-                answer.add(new.token, new.finish)
-            messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})
-            said += visible_lines(answer.text(tokenizer)) + "\n"
+    for line in ("Hello", "Why?"):
+        messages.append({"role": "user", "content": line})
+        text = template.render(messages, add_generation_prompt=True).text
+        answer = Answer(Encoded(text, tokenizer.encode(text).tolist(), 6))
+        complete(source, 1, tokenizer, [answer], 1)
+        messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})
+        said += visible_lines(answer.text(tokenizer)) + "\n"
     command = [sys.executable, "-m", "raypp", "generate", f"{place}/chat", "--trust", "--chat", "--max-new-tokens", "6"]
     done = subprocess.run(command, input="Hello\n\nWhy?\n", capture_output=True, text=True, check=True)
     assert done.stdout == said
@@ -178,6 +177,6 @@ def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
 def test_an_error_of_any_rank_ends_all_and_is_shown(place: Path, tmp_path: Path) -> None:
     source = find_source(f"{place}/plain")
     damaged = Source(**{**vars(source), "store": str(tmp_path)})
-    with pytest.raises(GenerationError, match="was removed before it was read") as raised:
+    with pytest.raises(RunFailedError, match="was removed before it was read") as raised:
         generated(damaged, 2)
     assert raised.value.exit_code == CheckpointError.exit_code

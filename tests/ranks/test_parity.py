@@ -13,7 +13,7 @@ from training import document
 
 from raypp.cli import parity_command
 from raypp.cli.main import run
-from raypp.errors import RunFailedError
+from raypp.errors import JobError
 from raypp.job.job_file import load_job
 from raypp.job.load import parse_job
 from raypp.job.precision import FP32
@@ -65,7 +65,7 @@ def test_what_a_rank_says_when_it_fails_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broken.tokens").write_bytes(b"no tokens")
     source["data"] = {"kind": "jsonl", "path": str(tmp_path / "broken.tokens"), "seq_len": 32}
     source["model"]["vocab_size"] = 300
-    with pytest.raises(RunFailedError, match="rank 0 of 1 failed: "):
+    with pytest.raises(JobError, match="broken"):
         run_parity(parse_job(source), 1)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from raypp.api.inference import reports_of, turn_of
 from raypp.control.clusters.find import Cluster
-from raypp.tools.inference.client import use_on_cluster
-from raypp.tools.inference.processes import GenerationError, Generators, NewToken
+from raypp.errors import RunFailedError
 from raypp.tools.inference.prompts import Encoded
 from raypp.tools.inference.source import find_source
 from tests.ray.extra_nodes import CPUS, ExtraNodes
@@ -18,6 +18,10 @@ from tests.ray.extra_nodes import CPUS, ExtraNodes
 pytestmark = pytest.mark.timeout(600)
 TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
 CHOICE: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 5}
+
+
+def asked(prompts: list[Encoded]) -> dict[str, Any]:
+    return turn_of(prompts, CHOICE) | {"ends": [], "rows": 2}
 
 
 def wait_for_two_free(cluster: Cluster) -> None:
@@ -36,24 +40,21 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_is_na
     wait_for_two_free(cluster)
     source = find_source(str(TINY))
     prompts = [Encoded("", [7 + number, 3, 11], 9) for number in range(5)]
-    with Generators(source, 1, [], 2) as generators:
-        alone = list(generators.generate(prompts, **CHOICE))
+    alone = list(reports_of(None, "generate", source, source.job(1), asked(prompts)))
     job = source.job(2)
     # A rank fills a node, and none fits on the head. Threads would change how sums are rounded.
     resources = job.resources.model_copy(update={"cpus_per_rank": CPUS, "env": {"OMP_NUM_THREADS": "1"}})
     job = job.model_copy(update={"resources": resources})
 
-    def asked(prompts: list[Encoded]) -> dict[str, object]:
-        return {"prompts": [[one.tokens, one.limit] for one in prompts], "choice": CHOICE, "ends": [], "rows": 2}
-
-    reports = list(use_on_cluster(cluster, "generate", source, job, asked(prompts)))
-    tokens = [NewToken(*report["token"]) for report in reports if "token" in report]
-    assert sorted(tokens, key=lambda one: one.prompt) == sorted(alone, key=lambda one: one.prompt)
+    there = list(reports_of(cluster, "generate", source, job, asked(prompts)))
+    tokens, expected = ([one["token"] for one in reports if "token" in one] for reports in (there, alone))
+    assert sorted(tokens, key=lambda one: one[0]) == sorted(expected, key=lambda one: one[0])
+    assert len(tokens) > len(prompts)
 
     wait_for_two_free(cluster)
-    many = use_on_cluster(cluster, "generate", source, job, asked([Encoded("", [1, 2], 60)] * 4000))
+    many = reports_of(cluster, "generate", source, job, asked([Encoded("", [1, 2], 60)] * 4000))
     assert "token" in next(many)
     two[1].kill()
-    with pytest.raises(GenerationError, match=r"the process of rank \d on 127\.0\.0\.52 \(pid \d+\) ended: "):
+    with pytest.raises(RunFailedError, match=r"the process of rank \d on 127\.0\.0\.52 \(pid \d+\) ended: "):
         for _ in many:
             pass

@@ -1,10 +1,9 @@
 """`python -m raypp.control.queue.call METHOD ARGUMENTS`, inside a cluster: puts a run into the
-line, follows its place, shows and changes the line, and takes a run out of it. Prints a JSON
-object per line."""
+line, follows its place, shows and changes the line, and takes a run out of it. Reports
+what it finds."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raypp.control.calls import print_report
 from raypp.control.protocol import NAMESPACE
 from raypp.control.queue.ticket import Ticket, moved_before, place_of
 from raypp.errors import JobError
@@ -28,7 +28,7 @@ def main(method: str, *arguments: str) -> None:
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     calls: tuple[Callable[..., Iterator[dict[str, Any]]], ...] = (join, show, cancel, move, rule)
     for answer in {one.__name__: one for one in calls}[method](*arguments):
-        print(json.dumps(answer), flush=True)  # noqa: T201
+        print_report({"answer": answer})
 
 
 def join(place: str, detach: str) -> Iterator[dict[str, Any]]:

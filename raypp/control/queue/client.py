@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
-from raypp.control.cluster_call import Call, last_answer, lines_of
+from raypp.control.cluster_call import Call, ask, reports_of
 from raypp.control.clusters.find import Cluster
 from raypp.control.queue.ticket import Ticket
 from raypp.errors import JobError, Problem
@@ -43,8 +43,8 @@ def join(cluster: Cluster, ticket: Ticket, *, detach: bool) -> Generator[dict[st
     UnreachableError: the cluster does not answer."""
     place = cluster.dashboard.put_package(f"_ray_pkg_{secrets.token_hex(16)}.zip", ticket.encoded())
     call = Call(f"queue {ticket.run}", _MODULE, ("join", place, str(int(detach))), timeout_s=_LONG_S)
-    with closing(lines_of(cluster, call)) as lines:
-        yield from (json.loads(line) for line in lines if line.startswith('{"state"'))
+    with closing(reports_of(cluster, call)) as reports:
+        yield from (report["answer"] for report in reports)
 
 
 def show(cluster: Cluster) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def time_of(text: str) -> float:
 
 
 def _ask(cluster: Cluster, method: str, *arguments: str) -> dict[str, Any]:
-    return last_answer(lines_of(cluster, Call(f"queue-{method}", _MODULE, (method, *arguments))))
+    return ask(cluster, Call(f"queue-{method}", _MODULE, (method, *arguments)))
 
 
 def _rule(cluster: Cluster, node: str, user: str | None, until: float | None = None) -> Sequence[str]:

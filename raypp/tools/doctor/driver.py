@@ -1,6 +1,5 @@
 """`python -m raypp.tools.doctor.driver OPTIONS`: the driver of `raypp doctor`, in the cluster. It
-starts one actor on each node. It prints lines of progress, and at the end the report as one JSON
-object."""
+starts one actor on each node, and reports progress, and at the end what it found."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raypp.control.calls import print_report
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, forget, load_private_environment
 from raypp.control.group_test import GROUP_TIMEOUT_S, slowest
 from raypp.control.protocol import NAMESPACE
@@ -26,8 +26,6 @@ _STORE_S = 300.0
 _LINK = "{gbps_out:.3g} and {gbps_in:.3g} Gbit/s, {latency_ms:.3g} ms"
 _GROUP = "{all_reduce:.3g} GB/s in sums, {exchange:.3g} to a neighbour"
 _STORE = "{up_mbps:.0f} MB/s up, {down_mbps:.0f} down"
-PROGRESS = "> "
-"""The prefix of each line of progress."""
 MANY_NODES = 16
 """Up to this many nodes, pairs are measured one at a time. With more, pairs without a common node
 are measured at the same time."""
@@ -238,7 +236,7 @@ class Examination:
 
 
 def _print_progress(text: str) -> None:
-    print(f"{PROGRESS}{visible(text)}", flush=True)  # noqa: T201
+    print_report({"progress": visible(text)})
 
 
 def _words(answer: dict[str, Any], words: str) -> str:
@@ -255,7 +253,7 @@ def main(arguments: list[str]) -> int:
     report = Examination(ProbeOptions(**json.loads(arguments[0]))).report()
     forget()
     report["ray"] = ray.__version__
-    print(json.dumps(report), flush=True)  # noqa: T201
+    print_report({"answer": report})
     return 0
 
 

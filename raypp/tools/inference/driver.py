@@ -1,9 +1,8 @@
 """`python -m raypp.tools.inference.driver`: the entrypoint of a Ray job that uses a model.
 
 `raypp-inference.json` in the working directory is the request. One actor for each rank of its mesh
-computes; each reads its part of the weights itself. Standard output has what rank 0 reports, one
-JSON object on each line that begins with `REPORT`. The last one is the answer, or `error`. Actors
-and placement group belong to this job: Ray ends them with it.
+computes; each reads its part of the weights itself. What rank 0 reports is printed, at last its
+answer or an error. Actors and placement group belong to this job: Ray ends them with it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypp.control.calls import RankReports, error_document, print_report
 from raypp.control.credentials import forget, load_private_environment
-from raypp.control.package import INFERENCE_FILE, REPORT
+from raypp.control.package import INFERENCE_FILE
 from raypp.control.placement import Placement
 from raypp.control.protocol import NAMESPACE, WorkerInfo, rank_environment
 from raypp.control.rank_process import process_title, set_seat_environment, worker_info
@@ -34,12 +32,11 @@ from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import ACTOR_ENVIRONMENT
 from raypp.environment import check_node
-from raypp.errors import EXIT_OK, RayppError, ResourcesError
+from raypp.errors import EXIT_OK, RayppError, ResourcesError, RunFailedError
 from raypp.job.job import Job
 from raypp.job.load import parse_job
 from raypp.planning.geometry import Mesh
 from raypp.records import Seat
-from raypp.tools.inference.processes import died, error_document, first_error
 
 _START_TIMEOUT_S = 180.0
 _CAUSE_S = 90.0
@@ -64,27 +61,20 @@ class InferenceWorker:
         return worker_info()
 
     def run(self, request: Mapping[str, Any], seat: Seat) -> Iterator[list[Mapping[str, Any]]]:
-        """Yields what `inference.on_seat.use_model` reports, as it comes; at last, its answer."""
+        """Yields what `inference.on_seat.use_model` reports, as it comes; at last, what it
+        returns."""
         from raypp.tools.inference.on_seat import use_model
 
-        reports = queue.SimpleQueue[Mapping[str, Any] | None]()
-
-        def compute() -> None:
-            try:
-                reports.put(use_model(request, seat, reports.put))
-            finally:
-                reports.put(None)
-
+        reports = queue.SimpleQueue[Mapping[str, Any]]()
         set_seat_environment(seat)
         with process_title(f"ray::{self._name}"):
-            threading.Thread(target=compute, daemon=True).start()
-            while (report := reports.get()) is not None:
-                batch = [report]
-                while not reports.empty() and (report := reports.get()) is not None:
-                    batch.append(report)
+            threading.Thread(target=lambda: reports.put(use_model(request, seat, reports.put)), daemon=True).start()
+            batch: list[Mapping[str, Any]] = []
+            while not batch or batch[-1].keys().isdisjoint(("answer", "error")):
+                batch = [reports.get()]
+                while not reports.empty():
+                    batch.append(reports.get())
                 yield batch
-                if report is None:
-                    return
 
 
 def main() -> int:
@@ -95,7 +85,7 @@ def main() -> int:
         load_private_environment()
         carry_out(json.loads(Path(INFERENCE_FILE).read_text()))
     except RayppError as error:
-        _print({"error": error_document(error, peer=False)})
+        print_report({"error": error_document(error)})
         return error.exit_code
     finally:
         forget()
@@ -104,7 +94,7 @@ def main() -> int:
 
 def carry_out(request: Mapping[str, Any]) -> None:
     """Starts the ranks, and prints what rank 0 reports. Raises ResourcesError: the devices did not
-    become free. Raises GenerationError: a rank failed."""
+    become free. Raises RayppError: a rank failed."""
     job = parse_job(request["job"])
     ranks = _started(request["name"], job, request["device"])
     seats = seats_for(request["name"], 1, Mesh.of(job.mesh), ranks, request["device"])
@@ -112,31 +102,20 @@ def carry_out(request: Mapping[str, Any]) -> None:
         rank.actor.run.options(num_returns="streaming").remote(request, seat): rank
         for rank, seat in zip(ranks, seats, strict=True)
     }
-    errors: dict[int, Mapping[str, Any]] = {}
-    failed_at = 0.0
-    while streams:
+    reports = RankReports(print_report, _CAUSE_S)
+    while streams and not reports.explained:
         ready: list[Any] = ray.wait(list(streams), num_returns=1, timeout=1.0)[0]
         for stream in ready:
             rank = streams[stream]
             try:
-                reports = ray.get(next(stream))
+                for report in ray.get(next(stream)):
+                    reports.take(rank.rank, report)
             except StopIteration:
                 del streams[stream]
-                continue
             except RayError as error:
                 del streams[stream]
-                reports = [{"error": died(rank.rank, f"on {rank.node} (pid {rank.pid}) ended: {_in_words(error)}")}]
-            for report in reports:
-                if "error" in report:
-                    errors[rank.rank] = report["error"]
-                elif rank.rank == 0:
-                    _print(report)
-        if errors:
-            failed_at = failed_at or time.monotonic()
-            if time.monotonic() - failed_at > _CAUSE_S or not all(error["peer"] for error in errors.values()):
-                break
-    if errors:
-        raise first_error(errors)
+                reports.died(rank.rank, f"on {rank.node} (pid {rank.pid}) ended: {_in_words(error)}")
+    reports.answer()
 
 
 def _started(name: str, job: Job, device: str) -> list[Rank]:
@@ -150,16 +129,8 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
     ranks = planned_ranks(Mesh.of(job.mesh), nodes, all_nodes())
     for rank in ranks:
         title = f"raypp/{name}/{rank.label}"
-        bundle = PlacementGroupSchedulingStrategy(cast(PlacementGroup, placement.group), rank.bundle)
-        options = {
-            "name": title,
-            "max_restarts": 0,
-            "num_cpus": job.resources.cpus_per_rank,
-            "num_gpus": 1 if device == "cuda" else 0,
-            "runtime_env": {"env_vars": ACTOR_ENVIRONMENT},
-            "scheduling_strategy": bundle,
-        }
-        actor = ray.remote(InferenceWorker).options(**options)
+        options = {"name": title, "max_restarts": 0, "runtime_env": {"env_vars": ACTOR_ENVIRONMENT}}
+        actor = ray.remote(InferenceWorker).options(**options, **placement.options(rank.bundle))
         rank.actor = actor.remote(title, rank_environment(job.resources.model_dump()))
         rank.pending = rank.actor.info.remote()
     for rank in ranks:
@@ -168,8 +139,8 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
         except RayError as error:
             if isinstance(cause := getattr(error, "cause", None), RayppError):
                 raise cause from error
-            why = f"on {rank.node} did not start: {_in_words(error)}"
-            raise first_error({rank.rank: died(rank.rank, why)}) from error
+            words = f"the process of rank {rank.rank} on {rank.node} did not start: {_in_words(error)}"
+            raise RunFailedError(words) from error
         rank.set_info(info, info.facts.device_index)
     return ranks
 
@@ -178,10 +149,6 @@ def _in_words(error: RayError) -> str:
     """Returns the last line of what Ray says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _print(report: Mapping[str, Any]) -> None:
-    print(REPORT + json.dumps(report), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.planning.decide import decide
 from raypp.rank.assemble import AssembledRank, assemble
@@ -17,13 +18,9 @@ from raypp.rank.device_check import facts_here
 from raypp.rank.step.evaluate import Evaluator
 from raypp.rank.step.step import StepRunner
 from raypp.records import Seat
-from raypp.tools.inference.rank import load_weights
+from raypp.tools.inference.rank import HANG_S, load_weights
 from raypp.tools.inference.source import Source
 
-_HANG_S = 86_400.0
-"""Ranks wait for each other this long: rank 0 may read large data, or generate."""
-Tell = Callable[[Mapping[str, Any]], None]
-"""Takes what a rank reports while it computes: one JSON object."""
 _MOST_DECODED = 4_000_000
 """Tokens of which the bytes of text are counted."""
 
@@ -48,7 +45,7 @@ def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
 @contextmanager
 def loaded(source: Source, job: Job, seat: Seat) -> Iterator[tuple[AssembledRank, StepRunner]]:
     """Assembles a rank with the trained weights. Collective over the ranks of the job."""
-    with assemble(decide(job, facts_here(seat)), seat, hang_timeout_s=_HANG_S, draw=False) as assembled:
+    with assemble(decide(job, facts_here(seat)), seat, hang_timeout_s=HANG_S, draw=False) as assembled:
         load_weights(source, job, assembled.built.modules)
         yield assembled, StepRunner(assembled)
 

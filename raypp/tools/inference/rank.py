@@ -1,29 +1,24 @@
-"""A process that generates: one pipeline rank of a trained model. `main` reads JSON lines: first
-the model and this rank's place, then prompts, until its standard input ends. Rank 0 prints every
-token as a line. An error is the last line of standard error."""
+"""One pipeline rank of a trained model: its stages, which hold no more than decoding needs, and
+their weights."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from raypp.errors import EXIT_OK, CheckpointError, Problem, ResourcesError
+from raypp.control.calls import Tell
+from raypp.errors import CheckpointError, Problem
 from raypp.job.job import Job
 from raypp.job.precision import whole_precision
 from raypp.planning.decision import ResolvedPipeline
 from raypp.planning.resolve import resolve_pipeline
 from raypp.rank.build import draw_weights
-from raypp.rank.joining.cuda_settings import prepare_driver, set_product_precision
-from raypp.rank.joining.lost_peer import explained, lost_peer
+from raypp.rank.joining.cuda_settings import set_product_precision
 from raypp.rank.joining.process_group import joined, pick_device
-from raypp.rank.own_seat import local_seat
 from raypp.records import Seat
 from raypp.stages.models.stage import DecoderStage, build_stage
 from raypp.stages.parallel.apply import compute_dtype, prepare_stage
@@ -36,50 +31,11 @@ from raypp.state.hf.initial_weights import load_from_hf
 from raypp.state.hf.model_files import HfFiles, with_base_id
 from raypp.state.hf.original import repeat_settings
 from raypp.storage import open_store
-from raypp.tools.inference.processes import error_document
 from raypp.tools.inference.source import Source
 
-_PATIENCE_S = 600.0
-
-
-def main() -> int:
-    """Generates as the lines of standard input ask. Returns the exit code."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries is not an answer
-    try:
-        setup = json.loads(sys.stdin.readline())
-        source = Source(**setup["source"])
-        seat = _seat_here(source, setup["pp"], setup["rank"], setup["port"])
-        with open_decoder(source, seat) as decoder:
-
-            def tell(answer: Mapping[str, Any]) -> None:
-                out.write(json.dumps(answer) + "\n")
-
-            for line in sys.stdin:
-                request = json.loads(line)
-                answer_request(decoder, setup, request, tell)
-                if seat.rank == 0:
-                    tell({"done": len(request["prompts"])})
-    except Exception as error:  # noqa: BLE001 - the parent shows it
-        document = error_document(explained(error) or error, peer=lost_peer(error))
-        sys.stderr.write("\n" + json.dumps({"error": document}) + "\n")
-        sys.stderr.flush()
-        os._exit(document["exit_code"])  # a peer may be gone, and leaving the groups would wait for it
-    return EXIT_OK
-
-
-def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
-    """Returns the seat of a rank on this machine: on the GPU of its number, or on the CPU where
-    there is no GPU."""
-    prepare_driver()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and torch.cuda.device_count() < pp:
-        fault = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
-        raise ResourcesError(
-            Problem("--mesh", fault, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU")
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return local_seat(rank, pp, port, source.job(pp), device=kind)
+HANG_S = 86_400.0
+"""Ranks wait for each other this long: rank 0 may read large data, or wait for the next turn of a
+conversation."""
 
 
 @contextmanager
@@ -109,27 +65,25 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
     if pp == 1:
         yield PipelineDecoder(**place)
         return
-    with joined(seat, _PATIENCE_S):
+    with joined(seat, HANG_S):
         groups = make_groups(seat.mesh_sizes, device.type)
         yield PipelineDecoder(**place, group=groups.forward, world=range(pp))
 
 
-def answer_request(
-    decoder: PipelineDecoder,
-    setup: Mapping[str, Any],
-    request: Mapping[str, Any],
-    tell: Callable[[Mapping[str, Any]], None],
-) -> None:
-    """Decodes the prompts of a request. Rank 0 reports the tokens. Collective over the pipeline.
-    `setup`: `ends`, the ids that end a text, and `rows`, prompts that are decoded together."""
-    prompts = [Prompt(tuple(tokens), limit) for tokens, limit in request["prompts"]]
+def decode(decoder: PipelineDecoder, settings: Mapping[str, Any], asked: Mapping[str, Any], tell: Tell) -> None:
+    """Decodes the `prompts` of a turn with its `choice`. Rank 0 reports the tokens. Collective over
+    the pipeline. `settings`: `ends`, the ids that end a text, and `rows`, prompts that are decoded
+    together."""
+    prompts = [Prompt(tuple(tokens), limit) for tokens, limit in asked["prompts"]]
     tells = decoder.rank == 0
 
     def emit(prompt: int, token: int, finish: str | None) -> None:
         if tells:
             tell({"token": [prompt, token, finish]})
 
-    decoder.run(prompts, Choice(**request["choice"]), setup["ends"], emit, rows=setup["rows"])
+    decoder.run(prompts, Choice(**asked["choice"]), settings["ends"], emit, rows=settings["rows"])
+    if tells and prompts:
+        tell({"done": len(prompts)})
 
 
 def load_stages(

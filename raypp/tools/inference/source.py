@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from raypp.control.clusters.find import lend_store_settings
-from raypp.control.clusters.known_runs import locate_run
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.job.job import AddedToken, Job
 from raypp.job.load import parse_job
@@ -26,7 +25,6 @@ from raypp.rank.data.chat_template import ChatTemplate
 from raypp.rank.data.tokenizer import AddBos, FileTokenizer, PromptTokenizer, added_in, check_fits, open_tokenizer
 from raypp.state.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.state.checkpoint.known_jobs import guarded, read_job
-from raypp.state.checkpoint.layout import split_location
 from raypp.state.checkpoint.saved_tensors import SavedTensors
 from raypp.state.hf.from_hf import hf_options
 from raypp.state.hf.model_files import GENERATION, HfFiles
@@ -210,13 +208,9 @@ def _run_at(argument: str) -> tuple[ObjectStore, str, int | None]:
     folder = expand_home(argument).absolute() if local else None
     if folder is not None and os.path.isdir(folder) and not _holds_run(folder):  # noqa: PTH112 - raises for no name
         raise _neither(argument, folder)
-    url, run, step = split_location(argument if folder is None else str(folder))
-    place = locate_run(run if url is None else f"{url}/{run}")
-    store = open_store(place.url)
-    if any(next(store.list(f"{run}/{prefix}"), None) is not None for prefix in ("spec", "step-")):
-        return store, run, step
-    fix = "use the checkpoint.url of the run's job, or a folder with config.json"
-    raise JobError(Problem(KEY, f"there is no run {run!r} below {store.url}", fix))
+    from raypp.control.find_run import open_run  # ranks import this module, too, and find no run
+
+    return open_run(argument if folder is None else str(folder))
 
 
 def _holds_run(folder: Path) -> bool:

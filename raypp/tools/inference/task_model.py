@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.rank.assemble import AssembledRank
 from raypp.rank.data.packing import NO_LABEL, Row
@@ -31,7 +32,7 @@ from raypp.stages.models.stage import return_logits
 from raypp.stages.pipeline.decode import Choice, Prompt, Repeats
 from raypp.state.hf.original import repeat_settings
 from raypp.state.memory.fetch import from_rank_zero
-from raypp.tools.inference.evaluate import Tell, loaded
+from raypp.tools.inference.evaluate import loaded
 from raypp.tools.inference.prompts import Encoded
 from raypp.tools.inference.source import Source
 

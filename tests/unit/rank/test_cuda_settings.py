@@ -169,8 +169,8 @@ def test_hardware_queues_are_set_before_cuda_is_asked_for_anything(path: str, mo
         assert seat_from_environment(job).device == "cpu"
     else:
         source = Source("nowhere", {}, 8, "fp32", None)
-        monkeypatch.setattr(on_seat, "compute", lambda request, seat, tell: {"device": seat.device})
-        assert on_seat.answer({"source": vars(source), "job": job_document(job)}) == {"device": "cpu"}
+        monkeypatch.setattr(on_seat, "compute", lambda request, seat, tell, turn: {"device": seat.device})
+        assert on_seat.answer({"source": vars(source), "job": job_document(job)}, print) == {"device": "cpu"}
     assert seen and set(seen) == {"32"}
 
 
