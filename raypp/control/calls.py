@@ -4,14 +4,18 @@ error as plain values, `answer` the answer, and `progress` what is on the way. W
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from raypp.errors import (
+    EXIT_OK,
     JobError,
     Problem,
     RayppError,
@@ -21,6 +25,7 @@ from raypp.errors import (
     origin_in_words,
     place_in_user_code,
 )
+from raypp.quick_import import quick_import
 
 _KINDS: dict[int, type[RayppError]] = {kind.exit_code: kind for kind in (JobError, UnreachableError, ResourcesError)}
 REPORT = "raypp-report: "
@@ -32,6 +37,27 @@ Tell = Callable[[Mapping[str, Any]], None]
 def print_report(report: Mapping[str, Any]) -> None:
     """Prints a report of a driver."""
     print(REPORT + json.dumps(report), flush=True)  # noqa: T201
+
+
+def serve(answers: Callable[[], Iterable[Any]]) -> NoReturn:
+    """The main function of a driver: connects this process to its cluster, reports the answers as
+    they come, or the error, and exits."""
+    from raypp.control.credentials import forget, load_private_environment
+    from raypp.control.protocol import NAMESPACE
+
+    code, ray = EXIT_OK, quick_import("ray")
+    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        load_private_environment()
+        for answer in answers():
+            print_report({"answer": answer})
+    except RayppError as error:
+        print_report({"error": error_document(error)})
+        code = error.exit_code
+    finally:
+        forget()
+    sys.stdout.flush()
+    os._exit(code)  # skips Ray's own shutdown, which takes half a second; Ray ends what belongs to the job
 
 
 def last_answer(reports: Generator[dict[str, Any]], progress: Callable[[Any], None] = lambda _what: None) -> Any:

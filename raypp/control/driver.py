@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from raypp.control.calls import print_report
+from raypp.control.calls import serve
 from raypp.control.clusters.known_runs import cluster_name
 from raypp.control.credentials import forget, load_private_environment
 from raypp.control.on_end import tell_end
@@ -53,14 +53,13 @@ def main(arguments: list[str]) -> int:
     except JobError as error:
         print(visible_lines(str(error)), file=sys.stderr, flush=True)  # noqa: T201
         return error.exit_code
-    request = None if arguments else RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
+    if arguments:
+        run, url, method, values = arguments
+        serve(lambda: [command(run, url, method, json.loads(values))])
+    request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
     ray = quick_import("ray")
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     load_private_environment()
-    if request is None:
-        run, url, method, values = arguments
-        print_report({"answer": command(run, url, method, json.loads(values))})
-        return 0
     return _follow_run(request)
 
 

@@ -40,10 +40,9 @@ from raypp.job.load import job_document
 folder, names = sys.argv[1], sys.argv[2].split(",")
 harness.TaskManager = functools.partial(TaskManager, include_defaults=False)  # thousands of files
 source = find_source(folder)
-tell = lambda report: None
 asked = {"tasks": names, "limit": None, "ends": end_ids(source, source.open_tokenizer()), "folder": "."}
-ours = answer({"source": vars(source), "job": job_document(task_job(source, 1)), **asked}, tell)["tasks"]
-loss = answer({"source": vars(source), "job": job_document(data_job(source, "held.txt", 1))}, tell)
+ours = answer({"source": vars(source), "job": job_document(task_job(source, 1)), **asked}, print)["tasks"]
+loss = answer({"source": vars(source), "job": job_document(data_job(source, "held.txt", 1))}, print)
 model, tasks = f"pretrained={folder},dtype=float32", TaskManager(include_defaults=False)
 theirs = simple_evaluate(
     "hf", model, names, batch_size=1, device="cpu", log_samples=False, task_manager=tasks, bootstrap_iters=0

@@ -83,7 +83,6 @@ def encoded(source: Source) -> list[Encoded]:
 
 
 def texts_of(source: Source, pp: int, rows: int, prompts: Sequence[Encoded], *choices: dict[str, Any]) -> list[Texts]:
-    """Generates the texts of prompts, with one choice after the other."""
     settings = {"ends": [101], "rows": rows}  # 101 is `e`: some texts end early
     first, *others = (turn_of(prompts, choice) for choice in choices)
     found: list[list[tuple[list[int], list[str]]]] = []
@@ -103,8 +102,8 @@ def texts_of(source: Source, pp: int, rows: int, prompts: Sequence[Encoded], *ch
 def alone(place: Path) -> dict[float, Any]:
     """What one process generates, greedily and with draws."""
     source = find_source(f"{place}/plain")
-    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 10}
-    return dict(zip((0.0, 1.5), texts_of(source, 1, 2, encoded(source), {}, drawn), strict=True))
+    greedy, drawn = texts_of(source, 1, 2, encoded(source), {}, {"temperature": 1.5, "top_p": 0.9, "seed": 10})
+    return {0.0: greedy, 1.5: drawn}
 
 
 @pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [], [(2, 1.5)]))

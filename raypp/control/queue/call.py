@@ -4,31 +4,18 @@ what it finds."""
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raypp.control.calls import print_report
-from raypp.control.protocol import NAMESPACE
+from raypp.control.calls import serve
 from raypp.control.queue.ticket import Ticket, moved_before, place_of
 from raypp.errors import JobError
-from raypp.quick_import import quick_import
 from raypp.untrusted.text import shell_word
 
 _LOOK_S, _VIEW_S = 1.0, 5.0
 _SAY_AGAIN_S = 60.0
-
-
-def main(method: str, *arguments: str) -> None:
-    """Carries out one call."""
-    ray = quick_import("ray")
-    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-    calls: tuple[Callable[..., Iterator[dict[str, Any]]], ...] = (join, show, cancel, move, rule)
-    for answer in {one.__name__: one for one in calls}[method](*arguments):
-        print_report({"answer": answer})
 
 
 def join(place: str, detach: str) -> Iterator[dict[str, Any]]:
@@ -130,6 +117,6 @@ def _found(found: list[Ticket], waiting: list[Ticket]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)
+    calls: tuple[Callable[..., Iterator[dict[str, Any]]], ...] = (join, show, cancel, move, rule)
+    method, *arguments = sys.argv[1:]
+    serve(lambda: {one.__name__: one for one in calls}[method](*arguments))

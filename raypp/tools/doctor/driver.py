@@ -4,7 +4,6 @@ starts one actor on each node, and reports progress, and at the end what it foun
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import sys
@@ -13,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypp.control.calls import print_report
-from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, forget, load_private_environment
+from raypp.control.calls import print_report, serve
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.group_test import GROUP_TIMEOUT_S, slowest
-from raypp.control.protocol import NAMESPACE
 from raypp.tools.doctor.node import NodeProbe
 from raypp.untrusted.text import visible
 
@@ -244,20 +242,12 @@ def _words(answer: dict[str, Any], words: str) -> str:
     return str(answer["error"]) if "error" in answer else words.format_map(answer)
 
 
-def main(arguments: list[str]) -> int:
-    """Examines the cluster, prints the report and returns the exit status."""
+def examine(options: str) -> dict[str, Any]:
+    """Examines the cluster, and returns the report. `options`: `ProbeOptions.as_argument`."""
     import ray
 
-    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-    load_private_environment()
-    report = Examination(ProbeOptions(**json.loads(arguments[0]))).report()
-    forget()
-    report["ray"] = ray.__version__
-    print_report({"answer": report})
-    return 0
+    return Examination(ProbeOptions(**json.loads(options))).report() | {"ray": ray.__version__}
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)
+    serve(lambda: [examine(sys.argv[1])])

@@ -8,11 +8,9 @@ answer or an error. Actors and placement group belong to this job: Ray ends them
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,17 +20,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raypp.control.calls import RankReports, error_document, print_report
-from raypp.control.credentials import forget, load_private_environment
+from raypp.control.calls import RankReports, print_report, serve
+from raypp.control.credentials import load_private_environment
 from raypp.control.package import INFERENCE_FILE
 from raypp.control.placement import Placement
-from raypp.control.protocol import NAMESPACE, WorkerInfo, rank_environment
+from raypp.control.protocol import WorkerInfo, rank_environment
 from raypp.control.rank_process import process_title, set_seat_environment, worker_info
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import ACTOR_ENVIRONMENT
 from raypp.environment import check_node
-from raypp.errors import EXIT_OK, RayppError, ResourcesError, RunFailedError
+from raypp.errors import RayppError, ResourcesError, RunFailedError
 from raypp.job.job import Job
 from raypp.job.load import parse_job
 from raypp.planning.geometry import Mesh
@@ -77,24 +75,11 @@ class InferenceWorker:
                 yield batch
 
 
-def main() -> int:
-    """Carries out the request; returns the exit code."""
-    try:
-        check_node(f"the head {socket.gethostname()}")
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-        load_private_environment()
-        carry_out(json.loads(Path(INFERENCE_FILE).read_text()))
-    except RayppError as error:
-        print_report({"error": error_document(error)})
-        return error.exit_code
-    finally:
-        forget()
-    return EXIT_OK
-
-
-def carry_out(request: Mapping[str, Any]) -> None:
+def carry_out() -> tuple[()]:
     """Starts the ranks, and prints what rank 0 reports. Raises ResourcesError: the devices did not
     become free. Raises RayppError: a rank failed."""
+    check_node(f"the head {socket.gethostname()}")
+    request = json.loads(Path(INFERENCE_FILE).read_text())
     job = parse_job(request["job"])
     ranks = _started(request["name"], job, request["device"])
     seats = seats_for(request["name"], 1, Mesh.of(job.mesh), ranks, request["device"])
@@ -116,6 +101,7 @@ def carry_out(request: Mapping[str, Any]) -> None:
                 del streams[stream]
                 reports.died(rank.rank, f"on {rank.node} (pid {rank.pid}) ended: {_in_words(error)}")
     reports.answer()
+    return ()
 
 
 def _started(name: str, job: Job, device: str) -> list[Rank]:
@@ -154,7 +140,4 @@ def _in_words(error: RayError) -> str:
 if __name__ == "__main__":
     from raypp.tools.inference import driver as inference_driver  # under its name, by which nodes import the actor
 
-    code = inference_driver.main()
-    sys.stdout.flush()
-    # Skips Ray's own shutdown, which takes half a second; Ray ends what belongs to the job.
-    os._exit(code)
+    serve(inference_driver.carry_out)
