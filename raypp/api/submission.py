@@ -30,14 +30,7 @@ from raypp.planning.decision import Facts
 from raypp.planning.plan import Grounds, make_plan, with_every_steps
 from raypp.records import RunState
 from raypp.state.checkpoint.commit import list_checkpoints
-from raypp.state.checkpoint.compatibility import (
-    check_resume,
-    check_steps,
-    rate_jump,
-    recorded_every_steps,
-    recorded_precision,
-    recorded_reduction,
-)
+from raypp.state.checkpoint.compatibility import as_recorded, check_resume, check_steps, rate_jump
 from raypp.state.checkpoint.from_run import check_first_run
 from raypp.state.checkpoint.known_jobs import remember_job
 from raypp.state.checkpoint.run_files import travelling_files, write_run_files
@@ -324,14 +317,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
     # be corrected.
     if resume and (saved := list_checkpoints(store, name)):
         before = read_spec(store, name)
-        if file.job.train.precision == "auto" and (recorded := recorded_precision(before)):
-            say(f"train.precision: auto is {recorded}, as before")
-            file = replace(file, job=file.job.with_precision(recorded))
-        if file.job.mesh.reduce_gradients == "auto" and (when := recorded_reduction(before)):
-            file = replace(file, job=file.job.with_reduction(when))
-        if file.job.train.sync.every_steps == "auto" and (steps := recorded_every_steps(before)):
-            say(f"train.sync.every_steps: auto is {steps}, as before")
-            file = replace(file, job=file.job.with_every_steps(steps))
+        file = replace(file, job=as_recorded(file.job, before, say))
         problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
         if problems:
             raise JobError(map(file.locate, problems))

@@ -38,7 +38,7 @@ from raypp.rank.own_seat import seat_from_environment
 from raypp.rank.rank import run_rank
 from raypp.records import END_EVENTS, Event, Requests, RunState, Seat, StepReport
 from raypp.state.checkpoint.commit import claim_next_attempt, list_checkpoints
-from raypp.state.checkpoint.compatibility import check_resume, check_steps, recorded_precision, recorded_reduction
+from raypp.state.checkpoint.compatibility import as_recorded, check_resume, check_steps
 from raypp.state.checkpoint.from_run import with_run_model
 from raypp.state.checkpoint.layout import step_folder
 from raypp.state.checkpoint.run_files import write_run_files
@@ -168,10 +168,7 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Decision]:
         write_spec(store, job.name, job_document(job))
     except AlreadyExists:
         before = read_spec(store, job.name)
-        if recorded := recorded_precision(before):
-            asked = asked.with_precision(recorded)
-        asked = asked.with_reduction(recorded_reduction(before) or "auto")
-        job = settle(asked, facts)
+        job = settle(as_recorded(asked, before), facts)
         problems = check_resume(before, job)
         if saved := list_checkpoints(store, job.name):
             problems += check_steps(saved[-1].step, job.train.steps)

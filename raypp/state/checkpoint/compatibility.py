@@ -6,7 +6,7 @@ their meaning may not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -62,24 +62,21 @@ def check_steps(newest: int, steps: int) -> list[Problem]:
     return [Problem("train.steps", f"is {steps}, but the run is at step {newest}, which has a checkpoint", fix)]
 
 
-def recorded_precision(old_job: Mapping[str, Any]) -> str | None:
-    """Returns what `train.precision: auto` means for a run that resumes, on whatever device.
-    Another precision would change what its weights are rounded to, and the base of its adapters.
-    None if the run's job names none."""
-    precision = str(_at(old_job, ("train", "precision")))
-    return precision if precision in PRECISIONS else None
-
-
-def recorded_every_steps(old_job: Mapping[str, Any]) -> int | None:
-    """Returns what `train.sync.every_steps: auto` means for a run that resumes; None: nothing."""
-    every_steps = _at(old_job, ("train", "sync", "every_steps"))
-    return every_steps if isinstance(every_steps, int) and _at(old_job, ("train", "sync", "kind")) == "outer" else None
-
-
-def recorded_reduction(old_job: Mapping[str, Any]) -> str | None:
-    """Returns what `mesh.reduce_gradients: auto` means for a run that resumes; None: nothing."""
-    when = _at(old_job, ("mesh", "reduce_gradients"))
-    return when if when in ("each_microbatch", "last_microbatch") else None
+def as_recorded(job: Job, old_job: Mapping[str, Any], say: Callable[[str], None] = lambda _words: None) -> Job:
+    """Returns a job with what its `auto` meant before, on whatever device, for the run that it
+    resumes. Another precision would change what its weights are rounded to, and the base of its
+    adapters. `say`: gets what the user should know."""
+    precision, when = str(_at(old_job, ("train", "precision"))), _at(old_job, ("mesh", "reduce_gradients"))
+    steps, kind = (_at(old_job, ("train", "sync", name)) for name in ("every_steps", "kind"))
+    if job.train.precision == "auto" and precision in PRECISIONS:
+        say(f"train.precision: auto is {precision}, as before")
+        job = job.with_precision(precision)
+    if when in ("each_microbatch", "last_microbatch"):
+        job = job.with_reduction(when)
+    if job.train.sync.every_steps == "auto" and isinstance(steps, int) and kind == "outer":
+        say(f"train.sync.every_steps: auto is {steps}, as before")
+        job = job.with_every_steps(steps)
+    return job
 
 
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from raypp.errors import CheckpointError
 from raypp.job.job import Job
-from raypp.state.checkpoint.compatibility import check_resume, rate_jump, recorded_precision
+from raypp.state.checkpoint.compatibility import as_recorded, check_resume, rate_jump
 from raypp.state.checkpoint.run_spec import read_spec, write_spec
 from raypp.storage import AlreadyExists
 from raypp.storage.directory import DirectoryStore
@@ -124,9 +124,8 @@ def test_a_rate_that_goes_on_or_that_the_job_sets_is_no_jump() -> None:
 
 def test_auto_means_what_the_run_was_trained_in() -> None:
     before = written(job(train={"precision": "bf16"}, model={"lora": {}}))
-    assert recorded_precision(before) == "bf16"
-    again = job(model={"lora": {}}).with_precision("bf16")
-    assert check_resume(before, again) == [], "the base of the adapters follows"
+    again = as_recorded(job(model={"lora": {}}), before)
+    assert check_resume(before, again) == [] and again.train.precision == "bf16", "the base of the adapters follows"
     (problem,) = check_resume(before, job(model={"lora": {}}).for_device("cpu"))
     assert problem.key == "model.lora.base"
-    assert recorded_precision({}) is None and recorded_precision({"train": {"precision": ["x"]}}) is None
+    assert as_recorded(job(), {}) == as_recorded(job(), {"train": {"precision": ["x"]}}) == job()
