@@ -17,7 +17,7 @@ from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
 from raypp.control import client
 from raypp.control.cluster_call import Call, ask
-from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.control.clusters.find import find_cluster, lend_store_settings
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.job.load import job_document
 from raypp.job.secret import without_secrets
@@ -96,7 +96,10 @@ def doctor_command(
     seconds = max(0.05, min(seconds, 60.0))
     options = ProbeOptions(url, examined, seconds, hour or not no_devices, hour or nccl, share_environment=here)
     start = time.monotonic()
-    report = _examined(cluster, options)
+    keys, settings = client.collect_secrets(here=here), client.collect_settings(cluster)
+    words = (options.as_argument(),)
+    call = Call("doctor", "raypp.tools.doctor.driver", words, keys, settings, timeout_s=_EXAMINATION_S)
+    report = ask(cluster, call, lambda text: echo(f"  {text.rstrip()}", err=True))
     results = findings(report)
     if hour:
         assert out is not None
@@ -117,15 +120,6 @@ def doctor_command(
         write_file(out, (json.dumps(links_document(report), indent=2) + "\n").encode())
         echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in results) else EXIT_OK)
-
-
-def _examined(cluster: Cluster, options: ProbeOptions) -> dict[str, Any]:
-    """Returns what `raypp.tools.doctor.driver` finds in the cluster, and shows its progress."""
-    secrets = client.collect_secrets(here=cluster.embedded is not None)
-    settings = client.collect_settings(cluster)
-    words = (options.as_argument(),)
-    call = Call("doctor", "raypp.tools.doctor.driver", words, secrets, settings, timeout_s=_EXAMINATION_S)
-    return ask(cluster, call, lambda text: echo(f"  {text.rstrip()}", err=True))
 
 
 def _show(report: dict[str, Any], results: list[Finding], store_asked: bool) -> None:

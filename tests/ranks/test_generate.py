@@ -38,7 +38,6 @@ SIZES = {
     "vocab_size": 257, "tie_embeddings": True, "sliding_window": 7,
 }  # fmt: skip
 
-
 CHAT = {
     "kind": "chat", "path": str(TEXT.parent / "chat.jsonl"), "chat_template": str(TEXT.parent / "chatml.jinja"),
     "seq_len": 256,
