@@ -76,7 +76,7 @@ class DeltaRule:
 
     def backward_bytes(self, seq_len: int) -> int:
         """Returns the bytes per token of the chunks and states that a backward computes again, with
-        their gradients, all in fp32."""
+        their gradients, all in fp32. The counts are those of a played backward, rounded up."""
         length, key, value = min(CHUNK, seq_len), self.key_dim, self.value_dim
-        states = 3 * key * value // length
-        return 2 * 4 * self.value_heads * (12 * key + 6 * value + 6 * length + states)
+        each = 5 * key + 5 * value + 7 * length + key * value // (2 * length)
+        return 4 * (self.value_heads * each + 10 * self.keys)

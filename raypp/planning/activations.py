@@ -10,7 +10,8 @@ feed-forward block that a token passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,36 +49,41 @@ class _Widths:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """The values per token of attention or a delta rule, whichever has more: what a forward keeps,
-    with "selective" and without recomputation, and what is between the halves of a backward."""
+    """The values per token of attention or a delta rule: what a forward keeps, with "selective" and
+    without recomputation, and what is between the halves of a backward."""
 
     selective: int
     all: int
     split: int
 
 
-def _mixed(model: DecoderOptions, wide: int) -> _Mixed:
-    """Returns the values of the token mixing; `wide` values of the compute dtype are one in fp32. A
-    delta rule keeps its inputs and computes chunks and states again. Its gated norm is in fp32."""
-    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    rules = list(map(model.delta_rule, range(model.num_layers)))
-    gate = queries if any(rules) else 0  # of the attention of these families
-    found = []
-    if None in rules:
-        both = 2 * queries + 2 * keys
-        found.append((both + gate, both + 3 * gate, both + gate))
-    for rule in {rule for rule in rules if rule is not None}:
+def _mixed(model: DecoderOptions, index: int, wide: int) -> _Mixed:
+    """Returns the values of a layer's token mixing; `wide` values of the compute dtype are one in
+    fp32. A delta rule keeps its inputs and computes chunks and states again. Its gated norm is in
+    fp32."""
+    if (rule := model.delta_rule(index)) is not None:
         product = rule.channels + 2 * rule.values + 2 * rule.value_heads
-        kept = 2 * rule.channels + (2 + 4 * wide) * rule.values + (1 + 4 * wide) * rule.value_heads
-        found.append((product, kept, product))
-    return _Mixed(*map(max, zip(*found, strict=True)))
+        kept = 2 * rule.channels + (3 + 3 * wide) * rule.values + (1 + 3 * wide) * rule.value_heads
+        return _Mixed(product, kept, product)
+    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+    both = 2 * queries + 2 * keys
+    gate = queries if any(map(model.delta_rule, range(model.num_layers))) else 0  # attention's, in these families
+    return _Mixed(both + gate, both + 2 * gate, both + gate)
 
 
-def _widths(job: Job) -> _Widths:
+@lru_cache(maxsize=1024)
+def _kinds(model: DecoderOptions, layers: range) -> Mapping[int, int]:
+    """Returns how many of some layers mix tokens by attention, and by each delta rule: by the first
+    layer of the model that does."""
+    rules = list(map(model.delta_rule, range(model.num_layers)))
+    return Counter(rules.index(rules[index]) for index in layers)
+
+
+def _widths(job: Job, index: int) -> _Widths:
     model = job.model
     wide = max(1, 4 // job.train.dtypes.compute.bytes)
     largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
-    normed = _normed(model)
+    normed = _normed(model, index)
     if model.stage_ends().gain_from_zero:  # computed in fp32
         normed = normed * wide
     return _Widths(
@@ -89,17 +95,17 @@ def _widths(job: Job) -> _Widths:
         rows=2 * largest.sent * model.hidden_size,
         normed=normed,
         latent=model.kv_lora_rank + (model.q_lora_rank or 0) if isinstance(model, LatentOptions) else 0,
-        mixed=_mixed(model, wide),
+        mixed=_mixed(model, index, wide),
     )
 
 
 @lru_cache(maxsize=64)
-def _normed(model: DecoderOptions) -> int:
-    """Returns the widths of what the norms of a layer take."""
+def _normed(model: DecoderOptions, index: int) -> int:
+    """Returns the widths of what the norms of a layer take, but for a delta rule's own."""
     known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
     family = counted_family(model)
     norms = [
-        weight for weight in family.weights(model, 0) if weight.part == "norm" and "linear_attn" not in weight.name
+        weight for weight in family.weights(model, index) if weight.part == "norm" and "linear_attn" not in weight.name
     ]
     widths = {weight.name.rpartition(".")[0]: weight.shape[0] for weight in norms}
     return sum(known.get(name.rpartition(".")[2], width) for name, width in widths.items())
@@ -120,7 +126,7 @@ def _ruled(model: DecoderOptions, seq_len: int) -> bool:
     return any(model.attention_rule(index).within(seq_len).special for index in range(model.num_layers))
 
 
-def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
+def layer_activation_numbers(job: Job, index: int, kind: Kind = "cuda") -> int:
     """Returns how many values a layer keeps for its backward, per token.
 
     Without recomputation: what the blocks take (2 C), what norms take (2 C; more with norms of
@@ -134,7 +140,7 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     "selective" keeps the layer's input and the results of its matrix products and of attention,
     "full" the input, and "offload" the same, but elsewhere (`stage_activation_bytes`).
     """
-    w = _widths(job)
+    w = _widths(job, index)
     extent = job.train.activation_checkpointing
     if extent in ("full", "offload"):
         return w.residual
@@ -173,15 +179,15 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
     tables of the rotary encoding (2 R each), its output if another stage follows, and on the last
     stage what the final norm keeps. On CUDA without what waits in host memory; on a CPU that is the
     same memory."""
-    width = job.model.hidden_size
-    first = sum(cut[:stage])
-    rotary = {layer_rotary(job.model, index) for index in range(first, first + cut[stage])}
+    width, layers = job.model.hidden_size, _layers(stage, cut)
+    rotary = {layer_rotary(job.model, index) for index in layers}
     tables = sum(2 * table.width for table in rotary if table is not None)
-    numbers = cut[stage] * layer_activation_numbers(job, kind) + tables + width
+    kinds = _kinds(job.model, layers).items()
+    numbers = sum(count * layer_activation_numbers(job, index, kind) for index, count in kinds) + tables + width
     masks = 0
     if job.train.activation_checkpointing == "none" and (dropped := _dropped(job.model)[0]):
         # Each adapter keeps what it takes and a mask, instead of inputs that several share.
-        w, masks = _widths(job), cut[stage] * dropped
+        w, masks = _widths(job, 0), cut[stage] * dropped
         numbers += masks - cut[stage] * (2 * w.residual + w.inner)
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" and not job.model.stage_ends().layer_norm else 1)
@@ -193,11 +199,19 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     """Returns the bytes per token that a backward keeps between its two halves. These are the
     inputs of all matrix products of the stage's layers, and the gradients of their results."""
-    w = _widths(job)
-    inputs = 2 * w.residual + w.latent + w.inner + w.rows // 2
-    gradients = w.latent + w.residual + w.fed + (w.rows // 2 or w.residual)
-    inputs = (_dropped(job.model)[0] or inputs + w.queries) - w.queries
-    return cut[stage] * (inputs + w.mixed.split + gradients) * job.train.dtypes.compute.bytes
+    numbers = 0
+    for index, count in _kinds(job.model, _layers(stage, cut)).items():
+        w = _widths(job, index)
+        inputs = 2 * w.residual + w.latent + w.inner + w.rows // 2
+        gradients = w.latent + w.residual + w.fed + (w.rows // 2 or w.residual)
+        inputs = (_dropped(job.model)[0] or inputs + w.queries) - w.queries
+        numbers += count * (inputs + w.mixed.split + gradients)
+    return numbers * job.train.dtypes.compute.bytes
+
+
+def _layers(stage: int, cut: Sequence[int]) -> range:
+    first = sum(cut[:stage])
+    return range(first, first + cut[stage])
 
 
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
@@ -205,11 +219,15 @@ def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     and within its feed-forward block, and what the layer recomputes. In the block, that of the
     activation, or with a gate those of both factors of the product, whose own memory is free by
     then; on CPUs one is in holes of the heap. An adapted matrix gives two gradients of its input,
-    and their sum is a third tensor."""
-    w = _widths(job)
-    recomputed = _everything(job, w, kind) - layer_activation_numbers(job, kind)
+    and their sum is a third tensor. Or what a delta rule computes again, beside what the layer
+    did."""
+    size, found = job.train.dtypes.compute.bytes, []
     gradients = 2 if kind == "cuda" and _gated(job.model) else 1
     gradients = gradients if job.model.lora is None else 3
-    own = (w.residual + gradients * w.inner + recomputed) * job.train.dtypes.compute.bytes
-    rules = filter(None, map(job.model.delta_rule, range(job.model.num_layers)))
-    return max([own, *(rule.backward_bytes(job.data.seq_len) for rule in rules)])
+    for index in _kinds(job.model, range(job.model.num_layers)):
+        w, rule = _widths(job, index), job.model.delta_rule(index)
+        recomputed = size * (_everything(job, w, kind) - layer_activation_numbers(job, index, kind))
+        found.append(size * (w.residual + gradients * w.inner) + recomputed)
+        if rule is not None:
+            found.append(rule.backward_bytes(job.data.seq_len) + recomputed)
+    return max(found)

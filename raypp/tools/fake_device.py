@@ -131,9 +131,10 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
     """Makes this process that rank of a world whose other ranks do not exist; yields its device."""
     if not hasattr(torch, NAME):
         register_fake_device(NAME, Module())
-        # One kernel, as on CUDA; torch's own for other devices computes it from several.
-        kernel = ("silu_backward", lambda gradient, x: torch.empty_like(x), "PrivateUse1")
-        _KERNELS.impl(*kernel)  # type: ignore[no-untyped-call]
+        # One kernel each, as on CUDA; torch computes them from several on other devices. Fake
+        # tensors do not call it.
+        for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward"):
+            _KERNELS.impl(name, lambda *_: None, "PrivateUse1")  # type: ignore[no-untyped-call]
         _KERNELS.impl("record_stream", lambda memory, stream: None, "Meta")  # type: ignore[no-untyped-call]
     backend = f"cpu:fake,{NAME}:fake_{NAME}"
     store = dist.HashStore()  # type: ignore[attr-defined]

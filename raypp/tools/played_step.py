@@ -24,7 +24,6 @@ from raypp.rank.step.step import ReadStep
 from raypp.records import Requests
 from raypp.stages.models import experts, loss
 from raypp.stages.models.attention_kernel import AttentionKernel
-from raypp.stages.models.layers import RMSNorm
 from raypp.stages.parallel.compute_copies import copies_of
 from raypp.stages.pipeline.agreement import StepPlan
 from raypp.tools.fake_device import NAME, fake_runner, run_fake_step
@@ -40,11 +39,10 @@ def step_peak(job: Job, rank: int, mark: Callable[[str], None] = lambda action: 
     job = settle(parse_job(document), Facts("cuda"))
     if problems := [*check_plan(job), *_not_playable(job)]:
         raise JobError(problems)
-    changed: tuple[Any, ...] = RMSNorm, nn.Module, experts, loss
-    changed[0].forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[no-untyped-call]
-    changed[1].to_empty = _allocate
-    changed[2].can_group = lambda rows, stack: True
-    changed[3].for_chunks = lambda device: _losses_and_errors
+    changed: tuple[Any, ...] = nn.Module, experts, loss
+    changed[0].to_empty = _allocate
+    changed[1].can_group = lambda rows, stack: True
+    changed[2].for_chunks = lambda device: _losses_and_errors
     memory = Memory()
 
     def marked(action: str) -> None:
@@ -166,20 +164,6 @@ class FlashOfBlocks:
 
     def backward(self, grad: Tensor, *tensors: Any) -> Any:
         return tuple(torch.empty_like(one) for one in tensors[:3])
-
-
-class Norm(torch.autograd.Function):
-    """Allocates what CUDA's RMSNorm does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _losses_and_errors(logits: Tensor, labels: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,8 @@ SHORT = ["model.num_layers=8", "pipeline.layers_per_stage=null", "pipeline.micro
 NOTHING = "train.activation_checkpointing=none"
 ZBV = ["pipeline.schedule=zbv", "pipeline.stages_per_rank=2"]
 EACH = "mesh.reduce_gradients=each_microbatch"
+DELTA = ["model.kind=qwen3_5", "model.linear_num_key_heads=16", "model.linear_num_value_heads=32",
+         "model.linear_key_head_dim=128", "model.linear_value_head_dim=128"]  # fmt: skip
 WHOLE = ["train.precision=bf16", "train.optimizer.state=fp32"]
 
 # Each case is a job, changes to it, and a rank: first each job's ranks that differ.
@@ -94,6 +96,9 @@ OTHERS: list[tuple[str, list[str], int]] = [
             (["mesh.cp=4"], 0),
             (["mesh.cp=2", "mesh.cp_style=ulysses"], 0),
             (["model.kind=qwen3"], 0),
+            *(([*DELTA, f"train.activation_checkpointing={extent}"], 0) for extent in ("none", "selective", "full")),
+            ([*DELTA, NOTHING], 1),
+            ([*DELTA, "mesh.fsdp=4", "train.precision=bf16_pure"], 0),
             (["model.tie_embeddings=false", "model.lora={rank: 16, alpha: 32, targets: all-linear, base: int8}"], 1),
         )
     ),

@@ -132,12 +132,13 @@ def mixed_by_rule(
     starts = None
     if states is not None:
         starts = states.starts(lambda: _frugal(partial(_summary, layout=layout), k, v, decay_SH, beta_SH))
-    run = partial(_frugal, partial(_applied, layout=layout))
     given = (q, k, v, decay_SH, beta_SH) if starts is None else (q, k, v, decay_SH, beta_SH, starts)
-    out_SHV, ends = attention(run, *given)
-    if states is not None:
-        states.ended(ends)
-    out: Tensor = out_SHV
+    if states is None:  # the states at the ends are not kept
+        only: Tensor = attention(partial(_frugal, lambda *inputs: _applied(*inputs, layout=layout)[0]), *given)
+        return only
+    out: Tensor
+    out, ends = attention(partial(_frugal, partial(_applied, layout=layout)), *given)
+    states.ended(ends)
     return out
 
 

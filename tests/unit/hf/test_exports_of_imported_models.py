@@ -72,7 +72,6 @@ def test_an_export_is_the_config_that_the_run_began_with(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
 def test_trained_parameters_have_the_dtypes_that_the_run_began_with(precision: str, tmp_path: Path) -> None:
-    """Beside bf16 some files have A_log in fp32, others all; training has more of them in fp32."""
     written("qwen3_5", tmp_path / "theirs", vocab_size=300, dtype=torch.bfloat16)
     source, masters = tmp_path / "theirs", ("A_log", "dt_bias", "conv1d.weight")
     tensors = {n: (v.float() if n.endswith("A_log") else v).clone() for n, v in tensors_of(source).items()}

@@ -95,7 +95,6 @@ def test_what_a_family_declares_is_in_fp32_beside_bf16_weights(
     wide = {name: parameter for name, parameter in module.named_parameters() if parameter.dtype == torch.float32}
     assert {*wide} == {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")}
     assert {parameter.grad.dtype for parameter in wide.values()} == {dtype}
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32, torch.bfloat16}
     frozen = prepared(model={**DELTA, "lora": {"base": "bf16"}}, precision="bf16_pure").module
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
 
