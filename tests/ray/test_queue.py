@@ -33,25 +33,27 @@ class Waiter:
 
     def __init__(
         self, cluster: Cluster, folder: Path, name: str, cpus: int, priority: Priority, user: str, after: str = "",
-        steps: int = 5, hold: int = 0,
+        steps: int = 5, hold: int = 0, ranks: int = 1, seconds: float | None = None, **recovery: Any,
     ) -> None:  # fmt: skip
         environment = {"STAND_IN_DIR": str(folder / name), "STAND_IN_HOLD": f"{hold}:1"}
         job = parse_job(
             {
                 "name": name,
+                "mesh": {"fsdp": ranks},
                 "train": {"steps": steps},
                 "checkpoint": {"url": str(folder / "store"), "every_steps": 5},
                 "resources": {"env": environment, "cpus_per_rank": cpus, "device": "cpu"},
-                "recovery": {"standby": False},
+                "recovery": {"standby": False, **recovery},
             }
         )
         self.store = open_store(job.checkpoint.url)
         others = (f"{self.store.url}/{after}",) if after else ()
         document = client.ray_job(
             job, cluster, self.store.url, rank_function="stand_in:run_rank", number=1, user=user, later=True,
-            after=others,
+            priority=priority, after=others,
         )  # fmt: skip
-        ticket = Ticket(name, self.store.url, 1, user, priority, Need(1, float(cpus)), None, document, after=others)
+        need = Need(ranks, float(cpus))
+        ticket = Ticket(name, self.store.url, 1, user, priority, need, seconds, document, after=others)
         write_spec(self.store, name, job_document(job))
         ticket = write_ticket(self.store, ticket)
         self.place = RunPlace(self.store.url, name, cluster.address, ticket.submission_id, time.time())
@@ -188,38 +190,63 @@ def test_runs_make_room_for_one_of_higher_priority_first_by_shrinking_and_go_on_
 def test_twenty_runs_of_four_users_have_their_turns_and_their_numbers_though_leaders_die(
     cluster: Cluster, start_run: StartRun, tmp_path: Path
 ) -> None:
-    """Prints how busy the CPUs were, from the first start on, while something waited."""
+    """Some can give way, and six of higher priority come later. Prints how busy the CPUs were while
+    something waited."""
     first = hold_cpus(start_run, "all", 16)
-    sizes, priorities, users = (1, 2, 4, 8, 16), tuple[Priority, ...](("normal", "high", "low")), "abcd"
-    waiters = [
-        Waiter(cluster, tmp_path, f"r{n:02}", sizes[n % 5], priorities[n % 3], users[n % 4], steps=400)
-        for n in range(20)
-    ]
-    line, asked, busy = [row["run"] for row in queue(cluster.address)["waiting"]], 0, 0.0
-    assert line == [f"r{n:02}" for part in (1, 0, 2) for n in range(20) if n % 3 == part]
+    sizes, users, waiters = (1, 2, 4, 8, 16), "abcd", dict[str, Waiter]()
+
+    def submit(n: int, priority: Priority) -> None:
+        size, more = sizes[n % 5], dict[str, Any]()
+        if size in (4, 8):  # of many ranks
+            more = {"ranks": size, "elastic": {"min_ranks": size // 2, "grace_s": 600}}
+        name, cpus = f"r{n:02}", size // more.get("ranks", 1)
+        waiters[name] = Waiter(
+            cluster,
+            tmp_path,
+            name,
+            cpus,
+            priority,
+            users[n % 4],
+            steps=400,
+            seconds=30.0,
+            preemptible=n % 3 > 0,
+            **more,
+        )
+
+    for n in range(14):
+        submit(n, ("normal", "low")[n % 2])
+    line = [row["run"] for row in queue(cluster.address)["waiting"]]
+    assert line == [f"r{n:02}" for part in (0, 1) for n in range(14) if n % 2 == part]
     first.let_go()
-    killed, began, ends = 0, time.monotonic(), {}
-    while len(ends) < len(waiters):
+    killed, began, ends, asked, busy, useful = 0, time.monotonic(), dict[str, Any](), 0, 0.0, 0.0
+    while len(ends) < 20:
         groups = cluster.dashboard.get_json("/api/v0/placement_groups?detail=1&limit=1000")["data"]["result"]["result"]
-        states = [group["state"] for group in groups if group["name"].startswith("raypp/r")]
-        assert states.count("PENDING") <= 1
+        states = {group["name"].partition(".")[0].removeprefix("raypp/"): group["state"] for group in groups}
+        assert list(states.values()).count("PENDING") <= 1
         held = [group for group in groups if group["state"] == "CREATED" and group["name"].startswith("raypp/r")]
         cpus = sum(bundle["unit_resources"]["CPU"] for group in held for bundle in group["bundles"])
-        if len(states) < len(waiters):
-            asked, busy = asked + 1, busy + cpus / 16
-        ends |= {one.place.name: end for one in waiters if (end := read_end(one.store, one.place.name)) is not None}
+        waits = [name for name in waiters if name not in ends and states.get(name) != "CREATED"]
+        if waits:
+            fits = any(sizes[int(name[1:]) % 5] <= 16 - cpus for name in waits)
+            asked, busy, useful = asked + 1, busy + cpus / 16, useful + (cpus / 16 if fits else 1.0)
+        ends |= {name: end for name, one in waiters.items() if (end := read_end(one.store, name)) is not None}
         if len(ends) >= 5 * (killed + 1) and killed < 3 and (pids := leaders(cluster)):
             os.kill(pids[0], signal.SIGKILL)
             killed += 1
+        if len(ends) >= 3 and len(waiters) == 14:
+            for n in range(14, 20):
+                submit(n, "high")
         time.sleep(0.2)
     print(
-        f"{busy / asked:.0%} of the CPUs were held while runs waited; {time.monotonic() - began:.0f} s, {killed} kills"
+        f"{busy / asked:.0%} of the CPUs were held while runs waited; {useful / asked:.0%} were held or of no use to "
+        f"any run that waited; {time.monotonic() - began:.0f} s, {killed} kills"
     )
     assert {end.state for end in ends.values()} == {"SUCCEEDED"} and killed == 3
-    for waiter in waiters:
-        rows = RunReader(waiter.store, waiter.place.name).history()
+    readers = {name: RunReader(one.store, name) for name, one in waiters.items()}
+    for reader in readers.values():
+        rows = reader.history()
         assert [row["loss"] for row in rows] == [1.0 / step for step in range(1, 401)]
-    begun = {one.place.name: RunReader(one.store, one.place.name).events()[0].time for one in waiters}
-    for size in sizes:  # runs of one size start in the line's order
-        names = [name for name in line if sizes[int(name[1:]) % 5] == size]
-        assert [begun[name] for name in names] == sorted(begun[name] for name in names)
+        assert {row["restarts"] for row in [reader.status() or {}]} == {0}
+    asked_runs = {name for name, one in readers.items() if any(event.kind == "room_asked" for event in one.events())}
+    print(f"room was asked of {', '.join(sorted(asked_runs))}")
+    assert asked_runs and not asked_runs & {f"r{n}" for n in range(14, 20)}

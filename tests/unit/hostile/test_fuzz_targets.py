@@ -72,7 +72,7 @@ def test_what_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (refused.failure, refused.refused) == (None, "this is no document")
 
 
-def test_too_much_memory_is_found() -> None:
+def test_too_much_memory_is_found(no_hurry: None) -> None:
     one = runner.execute(Target("x.y", _takes_memory, [b"{}"], ()), b"{}")
     assert one.failure is not None and "MB, more than 200 MB" in one.failure
 
@@ -87,7 +87,7 @@ def test_mutations_come_again_and_differ() -> None:
     assert len(set(once)) > 200
 
 
-def test_a_saved_input_is_given_to_its_target_again(tmp_path: Path) -> None:
+def test_a_saved_input_is_given_to_its_target_again(tmp_path: Path, no_hurry: None) -> None:
     path = tmp_path / "documents.json-1-5"
     path.write_bytes(b"[")
     answer = CliRunner().invoke(main, ["--replay", str(path)])
