@@ -134,7 +134,7 @@ def compare(rounds: int, folder: str, environment: dict[str, str]) -> dict[bool,
     """Returns the recoveries of two runs, with and without standby workers. Their steps are slowed
     down, so that they leave each other the cores."""
     slow = {"RAYPP_FAULTS": "slow@forward:rank=0,attempt=0,seconds=0.1"}
-    more = {"pipeline": {"microbatches": PP}, "resources": {"cpus_per_rank": 0.5, "env": slow}}
+    more: dict[str, Any] = {"pipeline": {"microbatches": PP}, "resources": {"cpus_per_rank": 0.5, "env": slow}}
     trials = {
         standby: submit(f"standby-{standby}".lower(), folder, environment, recovery={"standby": standby}, **more)
         for standby in (True, False)
