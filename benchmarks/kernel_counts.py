@@ -19,10 +19,10 @@ from torch import Tensor
 
 from benchmarks.surroundings import announce
 from benchmarks.torch_private import kernels_on_cuda
-from raypp import models
 from raypp.job.decoder_layer import Layer
 from raypp.job.load import parse_job
 from raypp.planning.loss_memory import chunk_size
+from raypp.stages.models import experts as experts_module
 from raypp.stages.models.attention_kernel import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.layers import RMSNorm
@@ -139,14 +139,14 @@ def experts(way: str) -> None:
     with torch.no_grad():
         for one in (x, *block.parameters()):
             one.normal_()  # so every expert gets rows
-    kept, models.experts.can_group = models.experts.can_group, lambda rows_NC, stack: way == "one product"
+    kept, experts_module.can_group = experts_module.can_group, lambda rows_NC, stack: way == "one product"
     parts = Operators(), Operators()
     with parts[0]:
         out = block(x, torch.ones(2, 512, dtype=torch.bool))
     gradient = torch.ones_like(out)
     with parts[1]:
         out.backward(gradient)
-    models.experts.can_group = kept
+    experts_module.can_group = kept
     print(f"128 experts, {way}: {parts[0].count} kernels forward, {parts[1].count} backward", flush=True)
 
 

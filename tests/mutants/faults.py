@@ -551,7 +551,7 @@ FAULTS = [
     ),
     Fault(
         "apply-pure-bf16-accumulates-in-bf16", _APPLY,
-        "        sum_in_fp32(stage)\n",
+        "        sum_in(stage, torch_dtype(dtypes.gradients))\n",
         "        pass\n",
         "small gradients of many microbatches are lost on one device",
     ),
@@ -569,8 +569,8 @@ FAULTS = [
     ),
     Fault(
         "apply-quantised-bytes-converted", _APPLY,
-        "            if parameter.is_floating_point():  # not the bytes of a quantised base\n",
-        "            if True:\n",
+        "            elif parameter.is_floating_point():  # not the bytes of a quantised base\n",
+        "            else:\n",
         "a quantised base is destroyed with bf16_pure",
     ),
     Fault(
