@@ -87,7 +87,11 @@ def status(as_json: bool) -> None:
     """Show whether the cluster is running, and its addresses.  Exits with code 3 if it is not."""
     cluster = local.find()
     if as_json:
-        echo_json({"up": cluster is not None, **(_facts(cluster) if cluster else {})})
+        shown: dict[str, object] = {"up": cluster is not None}
+        if cluster is not None:
+            shown |= {"dashboard": cluster.dashboard, "s3": cluster.s3.endpoint, "cpus": cluster.num_cpus}
+            shown["prometheus"] = cluster.prometheus_url() if cluster.has_prometheus() else None
+        echo_json(shown)
     elif cluster is None and (left := local.remains()) is not None:
         (dead,) = left.dead() or ("server that was asked",)
         echo(f"the {dead} of the embedded cluster has ended; `raypp local up` starts it beside the other server")
@@ -98,15 +102,6 @@ def status(as_json: bool) -> None:
         _describe(cluster)
     if cluster is None:
         raise SystemExit(EXIT_UNREACHABLE)
-
-
-def _facts(cluster: local.LocalCluster) -> dict[str, object]:
-    return {
-        "dashboard": cluster.dashboard,
-        "s3": cluster.s3.endpoint,
-        "prometheus": cluster.prometheus_url() if cluster.has_prometheus() else None,
-        "cpus": cluster.num_cpus,
-    }
 
 
 def _describe(cluster: local.LocalCluster) -> None:

@@ -215,23 +215,20 @@ def _gib(count: int | None) -> str:
 
 def _matrix(report: dict[str, Any]) -> Table:
     nodes = [node["ip"] for node in report["nodes"]]
-    carries = {node["ip"]: _own_interface(node) for node in report["nodes"]}
+    every = [(node["ip"], one) for node in report["nodes"] for one in node.get("interfaces", ())]
+    carries = {ip: one["name"] for ip, one in every if one["address"] == ip}
     cells: dict[tuple[str, str], Text] = {}
     for link in report["links"]:
         if "error" in link:
             cells[link["from"], link["to"]] = cells[link["to"], link["from"]] = Text("none", "red")
             continue
-        mark = "" if link["interface"] == carries[link["from"]] else "†"
+        mark = "" if link["interface"] == carries.get(link["from"], "") else "†"
         for key, rate in (((link["from"], link["to"]), "gbps_out"), ((link["to"], link["from"]), "gbps_in")):
             cells[key] = Lines(f"{link[rate]:.3g}{mark}\n{link['latency_ms']:.2g} ms")
     table = _titled("links", "", *nodes)
     for row in nodes:
         table.add_row(row, *("–" if row == column else cells.get((row, column), "") for column in nodes))
     return table
-
-
-def _own_interface(node: dict[str, Any]) -> str:
-    return next((one["name"] for one in node.get("interfaces", ()) if one["address"] == node["ip"]), "")
 
 
 def _groups(report: dict[str, Any]) -> Table:

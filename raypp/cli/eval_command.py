@@ -84,7 +84,8 @@ def eval_command(
     if not names:
         raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
     job = task_job(source, pp, overrides)
-    request: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
+    names = [str(expand_home(name).absolute()) if _is_file(name) else name for name in names]
+    request: dict[str, Any] = {"tasks": names, "limit": limit}
     request |= {"ends": list(end_ids(source, source.open_tokenizer())), "folder": str(Path.cwd())}
     if cluster is not None:
         note_paths(cluster, source, files=[*filter(_is_file, request["tasks"])])
@@ -98,10 +99,6 @@ def eval_command(
 def _asked(cluster: Cluster | None, source: Source, job: Job, request: dict[str, Any], as_json: bool) -> dict[str, Any]:
     with evaluation_progress(quiet=as_json) as progress:
         return dict(last_answer(reports_of(cluster, "eval", source, job, request), progress))
-
-
-def _absolute(name: str) -> str:
-    return str(expand_home(name).absolute()) if _is_file(name) else name
 
 
 def _is_file(name: str) -> bool:

@@ -20,7 +20,6 @@ from raypp.rank.data.chat_template import ChatTemplate, TemplateFault
 from raypp.rank.data.tokenizer import PromptTokenizer
 from raypp.tools.inference.prompts import (
     Answer,
-    Encoded,
     chat_end_ids,
     encode_conversation,
     encode_prompts,
@@ -171,15 +170,12 @@ class _Printer:
         if not self._begun and len(self._answers) > 1:
             if self._current:
                 echo()
-            echo(styled(_shortened(answer.prompt), dim=True))
+            text = answer.prompt.text
+            echo(styled(text if len(text) <= 100 else f"{text[:99]}…", dim=True))
         self._begun = True
         if text := answer.news(self._tokenizer):
             echo_lines(text, nl=False)
             sys.stdout.flush()
-
-
-def _shortened(prompt: Encoded) -> str:
-    return prompt.text if len(prompt.text) <= 100 else f"{prompt.text[:99]}…"
 
 
 _MOST_CHARACTERS = 1 << 20

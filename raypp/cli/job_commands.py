@@ -155,7 +155,7 @@ def write(name: str, job: Path) -> list[Path]:
     if job in there:
         fix = "move it away, work in another directory, or name another file with --out"
         raise JobError(Problem("", f"{job} is already here", fix))
-    other = [str(path) for path in there if not _holds(path, contents[path])]
+    other = [str(path) for path in there if not path.is_file() or path.read_bytes() != contents[path]]
     if other:
         fault = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with different content"
         raise JobError(Problem("", fault, "move it away, or work in another directory"))
@@ -179,10 +179,6 @@ def _fill(file: BinaryIO, content: bytes) -> None:
     except OSError:
         Path(file.name).unlink()
         raise
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
 
 
 def _text(name: str) -> str:

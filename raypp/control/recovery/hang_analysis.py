@@ -152,7 +152,7 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
             awaited = [other for other in awaited if not _other_stage(one, other)]
         elif words[1:2] == ["replica"]:
             awaited = [o for o in awaited if o.coordinates.dp_replicate == one.coordinates.dp_replicate]
-        late = [other for other in awaited if not _there(other, inner)]
+        late = [other for other in awaited if other.silent or other.phase.split()[-1:] != [inner]]
         return _wait_for(f"{_COLLECTIVE_NAMES[inner]} with", late)
     if one.reached:
         return _stage_wait(one, everyone)
@@ -230,10 +230,6 @@ def _same_column(one: RankActivity, other: RankActivity) -> bool:
 
 def _other_stage(one: RankActivity, other: RankActivity) -> bool:
     return other.rank != one.rank and other.coordinates.pp != one.coordinates.pp
-
-
-def _there(other: RankActivity, collective: str) -> bool:
-    return not other.silent and other.phase.split()[-1:] == [collective]
 
 
 # Messages -----------------------------------------------------------------------------------------

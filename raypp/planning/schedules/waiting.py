@@ -108,7 +108,9 @@ def without_repeats(actions: Sequence[Action], waiting: Mapping[Action, Waiting]
         table["W"][stage] = set(), -forward - between, flag
     # Above those the counts of what waits.
     top = (2 * bits + 1) * len(stages)
-    waits = [0] * len(actions) if waiting is None else [_number(waiting[action], bits) << top for action in actions]
+    counts = [] if waiting is None else [waiting[action] for action in actions]
+    waits = [(one.activations | one.frozen << bits | one.gradients << 2 * bits) << top for one in counts]
+    waits = waits or [0] * len(actions)
     path: list[Action] = []
     held, now = 0, waits[0] if waits else 0
     # Since the last action of `path`: the way to the present situation without its loops, and the
@@ -133,8 +135,3 @@ def without_repeats(actions: Sequence[Action], waiting: Mapping[Action, Waiting]
         else:
             lengths[now] = len(way)
     return path
-
-
-def _number(waiting: Waiting, bits: int) -> int:
-    """Returns the counts as one number, with `bits` bits for each."""
-    return waiting.activations | waiting.frozen << bits | waiting.gradients << 2 * bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from raypp.kinds import ScheduleKind
-from raypp.planning.schedules.action import Action, Program
+from raypp.planning.schedules.action import Program
 from raypp.planning.schedules.greedy import greedy_program
 
 KIND = ScheduleKind(
@@ -27,9 +27,5 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     six forwards' time for one. So it holds 2/3·(pp - 1) more for each unit."""
     placement = [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
     room = 2 * pp + ceil(2 * lookahead * (pp - 1) / 3)
-    return greedy_program(placement, microbatches, [room] * pp, lambda action: _urgency(action, pp), lookahead)
-
-
-def _urgency(action: Action, pp: int) -> tuple[int, ...]:
-    """Puts the second half of the V first: it leads to the backwards that other ranks wait for."""
-    return (0 if action.stage >= pp else 1, action.microbatch)
+    # The second half of the V is first: it leads to the backwards that other ranks wait for.
+    return greedy_program(placement, microbatches, [room] * pp, lambda one: (one.stage < pp, one.microbatch), lookahead)

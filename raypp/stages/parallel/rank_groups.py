@@ -84,7 +84,8 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
     shape = sizes.as_dict()
     cuda = device_type == "cuda"
     # Where one group of FSDP is the world, it is made with it (`train.process_group`).
-    shared: dict[int | str, Any] = {FSDP_CP if sizes.cp > 1 else "fsdp": urgent()} if cuda and _splits(sizes) else {}
+    some_share = cuda and 1 < sizes.shards < sizes.world
+    shared: dict[int | str, Any] = {FSDP_CP if sizes.cp > 1 else "fsdp": urgent()} if some_share else {}
     override: dict[int | str, Any] = {"pp": urgent(ctas)} if cuda else {}
     override |= shared if sizes.cp == 1 else {}
     mesh = init_device_mesh(
@@ -115,11 +116,6 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         replica=_own_group(Mesh(sizes).groups(others), "replica") if apart else None,
         outer=_own_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
     )
-
-
-def _splits(sizes: Coordinates) -> bool:
-    """Whether some ranks share weights, and others have others."""
-    return 1 < sizes.shards < sizes.world
 
 
 def few_ctas(most: int) -> Any:

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raypp.errors import CheckpointError, RayppError
@@ -98,7 +98,9 @@ def prune(
         kept |= {step for step in committed if step not in kept and _attempt_of(store, run, step) > attempt}
     doomed = [step for step in committed if step not in kept]
     if doomed:
-        newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
+        valid = (step for step in reversed(committed) if step not in void)
+        whole = (step for step in valid if not verify_checkpoint(store, run, step, every_byte=False))
+        newest_whole = next(whole, None)
         if newest_whole is not None:
             kept.add(newest_whole)
             doomed = [step for step in doomed if step != newest_whole]
@@ -138,11 +140,6 @@ def delete_run(store: ObjectStore, run: str, *, dry_run: bool = False) -> tuple[
             store.delete(keys)
     steps = sorted(step for key in commits if (step := step_of(run, key)) is not None)
     return Pruned(tuple(steps), tuple(own), sum(sizes[key] for key in own)), len(sizes) - len(own)
-
-
-def _newest_whole(store: ObjectStore, run: str, steps: Sequence[int]) -> int | None:
-    """Returns the newest of these steps whose objects all exist in their full size."""
-    return next((step for step in reversed(steps) if not verify_checkpoint(store, run, step, every_byte=False)), None)
 
 
 def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[set[str], set[int]]:

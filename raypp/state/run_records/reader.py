@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from raypp.errors import RayppError
@@ -75,7 +75,8 @@ class RunReader:
         new = self._poll("history", self._step_cursor, read_step)
         if new:
             self._steps.extend(new)
-            if _continues(self._kept, new):
+            pairs = [(old.report, new.report, old.time <= new.time) for old, new in pairwise([*self._kept[-1:], *new])]
+            if self._kept and all(a.attempt == b.attempt and a.step < b.step and later for a, b, later in pairs):
                 self._kept.extend(new)
             else:
                 self._kept, self._rows = _last_reports(self._steps), []
@@ -141,14 +142,6 @@ class RunReader:
                 self.damaged += 1
                 continue
             yield record, line
-
-
-def _continues(kept: list[TimedStep], reports: list[TimedStep]) -> bool:
-    """Returns whether new reports are of the next steps of the same attempt, in order."""
-    return bool(kept) and all(
-        new.report.attempt == old.report.attempt and new.report.step > old.report.step and new.time >= old.time
-        for old, new in itertools.pairwise([kept[-1], *reports])
-    )
 
 
 def _last_reports(steps: list[TimedStep]) -> list[TimedStep]:

@@ -72,11 +72,8 @@ def _each(runs: Sequence[RunData], part: Callable[[RunData, str], Html]) -> list
     """Returns a part for each run; with two, each below its name."""
     if len(runs) == 1:
         return [part(runs[0], "a")]
-    return [tag("div", _name(run, style), part(run, style), cls="of") for run, style in zip(runs, "ab", strict=False)]
-
-
-def _name(run: RunData, style: str) -> Html:
-    return tag("h3", tag("b", cls=f"key {style}"), run.title)
+    names = [tag("h3", tag("b", cls=f"key {style}"), run.title) for run, style in zip(runs, "ab", strict=False)]
+    return [tag("div", name, part(run, style), cls="of") for name, run, style in zip(names, runs, "ab", strict=False)]
 
 
 def _head(run: RunData, style: str, count: int) -> Html:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -108,12 +108,10 @@ def _sample(event: Event) -> Html:
     head = tag("h4", f"step {event.step:,}" if event.step is not None else date_and_clock(event.time))
     listed = event.details.get("samples")
     pairs = [one for one in listed if isinstance(one, dict)][:8] if isinstance(listed, list) else [event.details]
-    shown = [_dialogue(one) for one in pairs if "prompt" in one or "text" in one]
+    pairs = [one for one in pairs if "prompt" in one or "text" in one]
+    texts = [(str(one.get("prompt", "")), str(one.get("text", one.get("completion", "")))) for one in pairs]
+    shown = [tag("pre", tag("b", prompt), text) for prompt, text in texts]
     return tag("article", head, *(shown or [tag("pre", event.message)]))
-
-
-def _dialogue(one: Mapping[str, Any]) -> Html:
-    return tag("pre", tag("b", str(one.get("prompt", ""))), str(one.get("text", one.get("completion", ""))))
 
 
 def job(run: RunData) -> Html:
