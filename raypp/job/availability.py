@@ -126,13 +126,11 @@ def _files(top: str) -> Iterator[tuple[str, Path]]:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     single = [Path(spec.origin)] if spec.origin and spec.has_location and not folders else []
-    listed = {folder / name.strip() for folder in folders for name in _listed(folder / _LIST)}
+    lists = [folder / _LIST for folder in folders if (folder / _LIST).is_file()]
+    texts = {path: read_file(path, 1 << 20, JobError, fix=_FIX).decode(errors="replace") for path in lists}
+    listed = {path.parent / name.strip() for path, text in texts.items() for name in text.splitlines()}
     for path in [*single, *(path for folder in folders for path in sorted(map(Path, files_below(folder))))]:
         home = path.parent if path in single else next(folder.parent for folder in folders if folder in path.parents)
         kept = path.is_file() and "__pycache__" not in path.parts and (path.suffix in _SUFFIXES or path in listed)
         if kept and not any(place in path.parents for place in _INSTALLED):
             yield path.relative_to(home).as_posix(), path
-
-
-def _listed(path: Path) -> list[str]:
-    return read_file(path, 1 << 20, JobError, fix=_FIX).decode(errors="replace").splitlines() if path.is_file() else []

@@ -59,14 +59,9 @@ def without_secrets(document: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(resources, Mapping) or not isinstance(env := resources.get("env"), Mapping):
         return dict(document)
     shown, run = resources.get("shown_env") or (), document.get("name", "")
-    seen = {
-        name: f"(hidden, digest {_digest(f'{run}/{name}', str(value))})"
-        if _is_hidden(str(name), str(value), shown)
-        else value
-        for name, value in env.items()
-    }
+    seen = dict(env)
+    for name, value in env.items():
+        if _is_hidden(str(name), str(value), shown):
+            digest = hashlib.pbkdf2_hmac("sha256", str(value).encode(), f"{run}/{name}".encode(), _ROUNDS, 4)
+            seen[name] = f"(hidden, digest {digest.hex()})"
     return {**document, "resources": {**resources, "env": seen}}
-
-
-def _digest(salt: str, value: str) -> str:
-    return hashlib.pbkdf2_hmac("sha256", value.encode(), salt.encode(), _ROUNDS, 4).hex()

@@ -114,17 +114,13 @@ def _quantised(job: Job) -> Sequence[Changes]:
     return [{"model.lora.base": base} for base, other in bases.items() if not list(width_problems(other))]
 
 
-def _lookahead(job: Job) -> Sequence[Changes]:
-    return [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []
-
-
 def _schedule(job: Job) -> Sequence[Changes]:
     late = schedule_of(job) == "gpipe" and job.pipeline.microbatches >= job.mesh.pp > 1
     return [{"pipeline.schedule": "1f1b"}] if late else []
 
 
 LEVERS = (
-    Lever("lookahead", _lookahead),
+    Lever("lookahead", lambda job: [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []),
     Lever("schedule", _schedule),
     Lever("recomputation", _recomputation),
     # Applies to one shard, too: in bf16 it frees the weights in the compute dtype.

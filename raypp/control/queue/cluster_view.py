@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import ray
@@ -120,6 +121,7 @@ def remove(ticket: Ticket) -> None:
             _internal_kv_del(key)
 
 
+@cache
 def jobs_client() -> JobSubmissionClient:
     """Returns a client of this cluster's dashboard. Raises ConnectionError: it does not answer."""
     return JobSubmissionClient(ray.get_runtime_context().gcs_address)

@@ -18,7 +18,7 @@ from raypp.control.queue.line import next_move, who_gives, with_holds
 from raypp.control.queue.rules import Rule
 from raypp.control.queue.ticket import Ticket
 
-_LOOK_S = 1.0
+_LOOK_S, _ASK_S = 1.0, 10.0
 _MOST_STARTING = 8
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class LineLeader:
     def __init__(self) -> None:
         self._handle = ray.get_runtime_context().current_actor
         self._line, self._devices, self._rules = Line(), Devices(), list[Rule]()
+        self._asked = dict[str, float]()
         self._changed = threading.Condition()
         self._stale, self._leaving = True, False
         threading.Thread(target=self._lead, name="raypp-queue", daemon=True).start()
@@ -69,9 +70,10 @@ class LineLeader:
         order = [ticket.waiting for ticket in cluster_view.ready(line.waiting, line.started)]
         held, running = rules.held_nodes(self._rules), devices.running()
         free, taken = with_holds(devices.free(), running, held)
-        name, _ = next_move(order, free, taken, time.time(), [ticket.need for ticket in line.started])
+        name, _ = next_move(order, free, taken, time.time(), [ticket.waiting for ticket in line.started])
         if name is not None and (chosen := cluster_view.read(name)) is not None:  # else it was just cancelled
             cluster_view.write(replace(chosen, started=True))
+            self._asked[name] = time.monotonic()
             self._begin(chosen)
         elif order and not line.started:
             running = [replace(one, holds={n: has for n, has in one.holds.items() if n not in held}) for one in running]
@@ -83,10 +85,14 @@ class LineLeader:
 
     def _attend(self, ticket: Ticket) -> None:
         """Takes a started run out of the line once it has its devices, or has ended."""
-        state = None if ticket.gave_way else cluster_view.job_state(ticket)
-        ended = state.is_terminal() if state is not None else not self._begin(ticket)
-        if ended or ticket.name in self._devices.held:
+        ended = ticket.name in self._devices.held
+        if not ended and time.monotonic() - self._asked.get(ticket.name, -_ASK_S) >= _ASK_S:
+            self._asked[ticket.name] = time.monotonic()
+            state = None if ticket.gave_way else cluster_view.job_state(ticket)
+            ended = state.is_terminal() if state is not None else not self._begin(ticket)
+        if ended:
             cluster_view.remove(ticket)
+            self._asked.pop(ticket.name, None)
             self._stale = True
 
     def _begin(self, ticket: Ticket) -> bool:

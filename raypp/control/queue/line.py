@@ -77,27 +77,35 @@ def places(room: Room, need: Need) -> int:
 
 
 def next_move(
-    line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float, starting: Sequence[Need] = ()
+    line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float, starting: Sequence[Waiting] = ()
 ) -> tuple[str | None, str]:
     """Returns which run starts now (None: all wait), and why the head waits. Behind a head that has
     to wait, the first that fits goes past it if by plan it does not delay the head: it ends before
     the head can start, or the head has room beside it then. `line`: in order. `now`: seconds since
-    1970. `starting`: what runs need that have had their turn and no devices yet; the head starts
-    beside them if it has room wherever Ray puts them, and nothing goes past it."""
+    1970. `starting`: runs that have had their turn and no devices yet; a run starts beside them if
+    it has room wherever Ray puts them."""
     if not line:
         return None, ""
+
+    def room(need: Need) -> int:
+        return places(free, need) - sum(one.need.ranks * _costs(one.need, need) for one in starting)
+
     head, *others = line
-    room = places(free, head.need) - sum(one.ranks * _costs(one, head.need) for one in starting)
-    if room >= head.need.ranks:
+    if room(head.need) >= head.need.ranks:
         return head.name, ""
-    why = f"{head.name.partition('.')[0]} needs {head.need}, of which {max(0, room)} are free"
-    begins, then = _first_room(head.need, free, running, now)
-    if begins is not None and not starting:
+    why = f"{head.name.partition('.')[0]} needs {head.need}, of which {max(0, room(head.need))} are free"
+    left, running = free, list(running)
+    for one in starting:
+        takes = _taken(one.need, left)
+        left = _changed(left, takes, -1.0)
+        running.append(Running(one.name, takes, None if one.seconds is None else now + one.seconds))
+    begins, then = _first_room(head.need, left, running, now)
+    if begins is not None:
         spare = places(then, head.need) - head.need.ranks
         for one in others:
             in_time = one.seconds is not None and now + _LONGER * one.seconds <= begins
             beside = one.need.ranks * _costs(one.need, head.need) <= spare
-            if (in_time or beside) and places(free, one.need) >= one.need.ranks:
+            if (in_time or beside) and room(one.need) >= one.need.ranks:
                 return one.name, why
     return None, why
 

@@ -152,16 +152,14 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
     shards = tuple(shard for corpus in corpora for shard in corpus.shards)
     loss = None
     if any(corpus.loss is not None for corpus in corpora):
-        loss = tuple(one for corpus in corpora for one in corpus.loss or map(_all_carry, corpus.shards))
+        whole = np.bool_(True)
+        masks = [corpus.loss or [np.broadcast_to(whole, len(one)) for one in corpus.shards] for corpus in corpora]
+        loss = tuple(one for masks_of_one in masks for one in masks_of_one)
     template = "+".join(corpus.template for corpus in corpora if corpus.template)
     every_offset = np.concatenate(offsets)
     remarks = tuple(dict.fromkeys(remark for corpus in corpora for remark in corpus.remarks))
     picked = None if every else np.concatenate(chosen)
     return Corpus(shards, every_offset, corpora[0].digest, picked, loss, template, remarks)
-
-
-def _all_carry(shard: Ids) -> Mask:
-    return np.broadcast_to(np.bool_(True), len(shard))
 
 
 def small_dtype(vocab_size: int) -> np.dtype[Any]:

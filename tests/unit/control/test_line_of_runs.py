@@ -65,21 +65,29 @@ class Simulated:
                     del self.running[name]
                     for node, (cpus, gpus) in run.holds.items():
                         self.free[node] = (self.free[node][0] + cpus, self.free[node][1] + gpus)
-            while (name := self.turn(now)) is not None:
-                moments.add(self.start(name, now))
+            while chosen := self.turns(now):
+                moments |= {self.start(name, now) for name in chosen}
 
-    def turn(self, now: float) -> str | None:
-        line = [one for at, one, _ in self.jobs.values() if at <= now and one.name not in self.begun]
+    def turns(self, now: float) -> list[str]:
+        """Returns the runs that have their turn before the first of them has devices."""
+        chosen = list[str]()
+        while (name := self.turn(now, chosen)) is not None:
+            chosen.append(name)
+        return chosen
+
+    def turn(self, now: float, chosen: list[str]) -> str | None:
+        gone = {*self.begun, *chosen}
+        line = [one for at, one, _ in self.jobs.values() if at <= now and one.name not in gone]
         line.sort(key=lambda one: one.turn)
         free, running = with_holds(self.free, [run for run, _ in self.running.values()], self.held_now(now))
         if not line or self.paused[0] <= now < self.paused[1]:
             return None
-        name, _ = next_move(line, free, running, now)
+        name, _ = next_move(line, free, running, now, [self.jobs[one][1] for one in chosen])
         head = line[0]
         room = places(free, head.need) >= head.need.ranks
-        assert (name == head.name) == room, "a head that has room starts, and nothing before it"
+        assert chosen or (name == head.name) == room, "a head that has room starts, and nothing before it"
         all_known = all(run.ends is not None for run in running)
-        if not room and all_known:
+        if not room and all_known and not chosen:
             expected = expected_starts(line[:1], free, running, now)[head.name]
             assert expected is not None
             self.promised[head.name] = min(expected, self.promised.get(head.name, expected))
@@ -130,7 +138,7 @@ def test_a_head_starts_beside_runs_without_devices_yet_only_if_it_has_room_where
     free, starting, ranks, data
 ) -> None:
     head = Waiting("head", (0.0,), Need(ranks, 2.0))
-    name, _ = next_move([head], free, [], 0.0, starting)
+    name, _ = next_move([head], free, [], 0.0, [Waiting("s", (0.0,), need) for need in starting])
     for _ in range(sum(need.ranks for need in starting)):
         able = [node for node, (cpus, _) in free.items() if cpus >= 1.0]
         if able:
