@@ -520,8 +520,8 @@ FAULTS = [
     ),
     Fault(
         "hang-silent-rank-is-there", _HANG,
-        "return not other.silent and other.phase.split()[-1:] == [collective]",
-        "return other.phase.split()[-1:] == [collective]",
+        "if other.silent or other.phase.split()[-1:] != [inner]]",
+        "if other.phase.split()[-1:] != [inner]]",
         "a rank that froze in a collective is not blamed",
     ),
     Fault(
