@@ -13,6 +13,7 @@ import pytest
 from test_doctor import _report
 
 from raypp.cli.main import run
+from raypp.control.calls import REPORT
 
 
 class Examined:
@@ -33,7 +34,7 @@ class Examined:
         self.finds(report)
 
     def finds(self, report: dict[str, Any]) -> None:
-        self._answers["/api/jobs/one/logs"] = {"logs": f"{json.dumps(report)}\n"}
+        self._answers["/api/jobs/one/logs"] = {"logs": f"{REPORT}{json.dumps({'answer': report})}\n"}
 
     def answer(self, path: str) -> bytes:
         return json.dumps(next(value for begin, value in self._answers.items() if path.startswith(begin))).encode()
