@@ -38,7 +38,7 @@ from raypp.stages.pipeline.runtime import ProgramRuntime
 from raypp.state.checkpoint.snapshot import SnapshotBuffer
 from raypp.state.checkpoint.state import gather_state
 from raypp.tools.fake_device import fake_runner, run_fake_step
-from raypp.tools.played_step import FlashOfBlocks, _flash
+from raypp.tools.played_step import Flash, FlashOfBlocks
 
 MIDDLE = ({"pp": 4}, {"microbatches": 6, "lookahead": 2})
 # Each case is a job and the rank that is run.
@@ -61,7 +61,8 @@ def accesses(
     """Runs two steps of a rank, with a snapshot before the second; returns the number of streams,
     and the accesses that are not ordered."""
     job = parse_job(job_document).for_device("cpu")
-    kernel = AttentionKernel("flash", _flash, FlashOfBlocks()) if job.mesh.cp_style == "ring" else None
+    flash = AttentionKernel("flash", lambda q, k, v, *_: Flash.apply(q, k, v), FlashOfBlocks())
+    kernel = flash if job.mesh.cp_style == "ring" else None
     with ordered_streams() as order, pytest.MonkeyPatch.context() as patch:
         if plant is not None:
             patch.setattr(*plant)
