@@ -51,6 +51,7 @@ BENCHMARKS = (
     Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
+    Benchmark("line_scale", 2, "what the leader of a line costs while runs wait"),
 )
 PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as separate processes."""
