@@ -189,7 +189,7 @@ class Devices:
 
     def ask_room(self, name: str, ranks: int, why: str) -> None:
         """Asks a run to go on with fewer ranks; 0: to wait in the line."""
-        self._known.pop(name, None)
+        self._known[name] = (time.monotonic(), replace(self._known[name][1], gives=True))
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has just ended
             ray.get(ray.get_actor(f"raypp/{name}", namespace=NAMESPACE).give_way.remote(ranks, why), timeout=_ASK_S)
 

@@ -100,7 +100,7 @@ def next_move(
         left = _changed(left, takes, -1.0)
         running.append(Running(one.name, takes, None if one.seconds is None else now + one.seconds))
     begins, then = _first_room(head.need, left, running, now)
-    if begins is not None:
+    if begins is not None and not any(one.gives for one in running):  # else it would take what is made for the head
         spare = places(then, head.need) - head.need.ranks
         for one in others:
             in_time = one.seconds is not None and now + _LONGER * one.seconds <= begins
@@ -151,7 +151,7 @@ def with_holds(free: Room, running: Sequence[Running], held: Mapping[str, float 
     for one in running:
         for node, has in one.holds.items():
             ends = (one.ends, held.get(node, one.ends))
-            parts.append(Running(one.name, {node: has}, None if None in ends else max(ends)))  # type: ignore[type-var]
+            parts.append(replace(one, holds={node: has}, ends=None if None in ends else max(ends)))  # type: ignore[type-var]
     return {node: (0.0, 0.0) if node in held else room for node, room in free.items()}, parts
 
 
