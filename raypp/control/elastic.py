@@ -135,7 +135,9 @@ class ElasticSizing:
             self._room_since = None
             return None
         self._room_since = self._room_since or now
-        if now - self._room_since < _STEADY_S or self._others_wait():
+        if now - self._room_since >= _STEADY_S and self._others_wait():
+            self._room_since = now  # asked again after a while: it reads the whole line
+        if now - self._room_since < _STEADY_S:
             return None
         self.why = f"there is room for {best.world} ranks again"
         return m.Reshape(best, current.world)

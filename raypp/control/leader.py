@@ -308,12 +308,13 @@ class Leader:
             match notice:
                 case m.Committed():
                     self._apply(notice)
-                case m.RoomAsked() | m.TurnCame():
-                    before = self.machine
-                    self._sizing.why = notice.why if isinstance(notice, m.RoomAsked) else ""
+                case m.TurnCame():
                     self._apply(notice)
-                    if self.machine.reshaping and not before.reshaping:
-                        self.record.event(run_events.room_event(self._sizing.why, self.machine))
+                case m.RoomAsked() if not self.machine.reshaping:
+                    self._apply(notice)
+                    if self.machine.reshaping:
+                        self._sizing.why = notice.why
+                        self.record.event(run_events.room_event(notice.why, self.machine))
                 case Requests():
                     if not self.machine.stop:
                         self.record.event(run_events.stop_event(notice, self.machine.attempt))

@@ -71,7 +71,7 @@ def cancel(run: str, url: str) -> Iterator[dict[str, Any]]:
     answer = _found(found, waiting)
     if len(found) == 1 and found[0].gave_way:
         fix = f"`raypp stop {shell_word(run)}` ends it; its checkpoint stays"
-        answer["refused"] = [f"{run} has begun, and waits because it gave way", fix]
+        answer["refused"] = ["NAME", f"{run} has begun, and waits because it gave way", fix]
     elif len(found) == 1:
         cluster_view.remove(found[0])
         cluster_view.wake()
@@ -91,7 +91,7 @@ def move(run: str, url: str, other: str, other_url: str) -> Iterator[dict[str, A
             cluster_view.write(moved_before(waiting, ones[0], others[0]))
             cluster_view.wake()
         except JobError as error:
-            answer |= {"refused": [error.problems[0].fault, error.problems[0].fix]}
+            answer |= {"refused": ["--before", error.problems[0].fault, error.problems[0].fix]}
     yield answer
 
 

@@ -56,11 +56,7 @@ def cancel(cluster: Cluster, run: str, url: str = "") -> dict[str, Any]:
     """Takes a run that waits out of the line. Returns the `url` of its store and the `number` of
     its spec. `url`: of its store; empty: of whatever store. Raises JobError: no such run waits,
     several do, or it has begun."""
-    answer = _ask(cluster, "cancel", run, url)
-    gone = _the_one(answer, "NAME", run)
-    if refused := answer.get("refused"):
-        raise JobError(Problem("NAME", *refused))
-    return gone
+    return _the_one(_ask(cluster, "cancel", run, url), "NAME", run)
 
 
 def move(cluster: Cluster, url: str, run: str, other_url: str, other: str) -> None:
@@ -68,8 +64,6 @@ def move(cluster: Cluster, url: str, run: str, other_url: str, other: str) -> No
     several of its name do; or a run would pass one of higher priority."""
     answer = _ask(cluster, "move", run, url, other, other_url)
     _the_one(answer, answer["which"], run if answer["which"] == "NAME" else other)
-    if refused := answer.get("refused"):
-        raise JobError(Problem("--before", *refused))
 
 
 def pause(cluster: Cluster, user: str | None) -> bool:
@@ -126,4 +120,6 @@ def _the_one(answer: dict[str, Any], place: str, run: str) -> dict[str, Any]:
             f"if it runs, `raypp stop {shell_word(run)}` ends it; in the line: {', '.join(answer['waiting']) or 'none'}"
         )
         raise JobError(Problem(place, f"{run} does not wait", fix))
+    if refused := answer.get("refused"):
+        raise JobError(Problem(*refused))
     return found[0]

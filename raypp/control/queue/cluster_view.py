@@ -115,8 +115,10 @@ def remove(ticket: Ticket) -> None:
     """Takes a run out of the line. Unless it has started, also what the cluster keeps for its job:
     package and keys."""
     _internal_kv_del(ticket.name, namespace=_SPACE)
-    environment = {} if ticket.started or ticket.gave_way else ticket.document["runtime_env"]
-    for key in (environment["working_dir"], *environment["env_vars"].values()) if environment else ():
+    if ticket.started or ticket.gave_way:
+        return
+    environment = ticket.document["runtime_env"]
+    for key in (environment["working_dir"], *environment["env_vars"].values()):
         if key.startswith("gcs://"):
             _internal_kv_del(key)
 

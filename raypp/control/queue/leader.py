@@ -67,7 +67,8 @@ class LineLeader:
         paused = any(not rule.node for rule in self._rules)
         if len(line.started) >= _MOST_STARTING or devices.pending or not line.waiting or paused:
             return
-        order = [ticket.waiting for ticket in cluster_view.ready(line.waiting, line.started)]
+        ready = cluster_view.ready(line.waiting, line.started)
+        order = [ticket.waiting for ticket in ready]
         held, running = rules.held_nodes(self._rules), devices.running()
         free, taken = with_holds(devices.free(), running, held)
         name, _ = next_move(order, free, taken, time.time(), [ticket.waiting for ticket in line.started])
@@ -75,11 +76,10 @@ class LineLeader:
             cluster_view.write(replace(chosen, started=True))
             self._asked[name] = time.monotonic()
             self._begin(chosen)
-        elif order and not line.started:
+        elif ready and not line.started:
             running = [replace(one, holds={n: has for n, has in one.holds.items() if n not in held}) for one in running]
-            head = next(ticket for ticket in line.waiting if ticket.name == order[0].name)
-            why = f"{head.run}, of priority {head.priority}, needs {head.need}"
-            for giver, ranks in who_gives(head.waiting, free, running, time.time()).items():
+            why = f"{ready[0].run}, of priority {ready[0].priority}, needs {ready[0].need}"
+            for giver, ranks in who_gives(order[0], free, running, time.time()).items():
                 devices.ask_room(giver, ranks, why)
         self._stale |= name is not None
 
