@@ -21,6 +21,7 @@ from raypp.planning.decision import Decision
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
 
 _STEP_S = 0.05
+"""Of a step, unless `STAND_IN_STEP_S` says so."""
 _VICTIM_S = 30.0
 _left: set[int] = set()
 """Attempts that this process was asked to leave."""
@@ -43,9 +44,9 @@ def run_rank(decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
 
 def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     committed = _read(place / "commit")
-    step, stopped = committed, False
+    step, stopped, step_s = committed, False, float(os.environ.get("STAND_IN_STEP_S", _STEP_S))
     for old in range(max(1, committed - 20), committed + 1):  # like a checkpoint, which holds the newest reports
-        reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt - 1))
+        reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, step_s, 10 / step_s, seat.attempt - 1))
     while step < job.train.steps and not stopped:
         _stay(seat)
         requests = reporter.requests()
@@ -55,13 +56,13 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
             reporter.phase("step", str(step))
             _hold(seat, step, reporter, place)
             _write(place / "step", step)
-            time.sleep(_STEP_S)
+            time.sleep(step_s)
             with (place / "taken").open("a") as taken:
                 taken.write(f"{seat.attempt} {step}\n")
             _fault(seat, step, place, reporter)
             if _faulty_rank(step, seat.attempt) not in (None, seat.rank):
                 _wait_for_the_end(seat)  # like a real rank, which waits for a lost peer until it is ended
-            reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
+            reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, step_s, 10 / step_s, seat.attempt))
         due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
         if step > committed and (
             requests.save or due or step == job.train.steps or (stopped and requests.save_before_stop)

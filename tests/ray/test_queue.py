@@ -33,9 +33,10 @@ class Waiter:
 
     def __init__(
         self, cluster: Cluster, folder: Path, name: str, cpus: int, priority: Priority, user: str, after: str = "",
-        steps: int = 5, hold: int = 0, ranks: int = 1, seconds: float | None = None, **recovery: Any,
+        steps: int = 5, hold: int = 0, ranks: int = 1, seconds: float | None = None, step_s: float = 0.05,
+        **recovery: Any,
     ) -> None:  # fmt: skip
-        environment = {"STAND_IN_DIR": str(folder / name), "STAND_IN_HOLD": f"{hold}:1"}
+        environment = {"STAND_IN_DIR": str(folder / name), "STAND_IN_HOLD": f"{hold}:1", "STAND_IN_STEP_S": str(step_s)}
         job = parse_job(
             {
                 "name": name,
@@ -194,7 +195,7 @@ def test_twenty_runs_of_four_users_have_their_turns_and_their_numbers_though_lea
     something waited."""
     first = hold_cpus(start_run, "all", 16)
     sizes, users, waiters = (1, 2, 4, 8, 16), "abcd", dict[str, Waiter]()
-    steps = {f"r{n:02}": 6000 if n == 0 else 800 for n in range(20)}
+    steps = {f"r{n:02}": 720 if n == 0 else 96 for n in range(20)}
 
     def submit(n: int, priority: Priority) -> None:
         size, more = sizes[n % 5], dict[str, Any]()
@@ -202,8 +203,8 @@ def test_twenty_runs_of_four_users_have_their_turns_and_their_numbers_though_lea
             more = {"ranks": size, "elastic": {"min_ranks": size // 2, "grace_s": 600}}
         name, cpus = f"r{n:02}", size // more.get("ranks", 1)
         waiters[name] = Waiter(
-            cluster, tmp_path, name, cpus, priority, users[n % 4], steps=steps[name], seconds=steps[name] * 0.06,
-            preemptible=n != 2, **more,
+            cluster, tmp_path, name, cpus, priority, users[n % 4], steps=steps[name], seconds=steps[name] * 0.55,
+            step_s=0.5, preemptible=n != 2, **more,
         )  # fmt: skip
 
     for n in range(14):
