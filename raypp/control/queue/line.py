@@ -81,7 +81,8 @@ def next_move(
 ) -> tuple[str | None, str]:
     """Returns which run starts now (None: all wait), and why the head waits. Behind a head that has
     to wait, the first that fits goes past it if by plan it does not delay the head: it ends before
-    the head can start, or the head has room beside it then. `line`: in order. `now`: seconds since
+    the head can start, or the head has room beside it then. None does while runs give way to the
+    head, or can: they are asked once no run is starting. `line`: in order. `now`: seconds since
     1970. `starting`: runs that have had their turn and no devices yet; a run starts beside them if
     it has room wherever Ray puts them."""
     if not line:
@@ -100,7 +101,8 @@ def next_move(
         left = _changed(left, takes, -1.0)
         running.append(Running(one.name, takes, None if one.seconds is None else now + one.seconds))
     begins, then = _first_room(head.need, left, running, now)
-    if begins is not None and not any(one.gives for one in running):  # else it would take what is made for the head
+    makes_way = any(one.gives for one in running) or who_gives(head, left, running, now)
+    if begins is not None and not makes_way:  # else it would take what is made for the head
         spare = places(then, head.need) - head.need.ranks
         for one in others:
             in_time = one.seconds is not None and now + _LONGER * one.seconds <= begins

@@ -267,6 +267,9 @@ def test_a_small_run_goes_past_only_if_it_ends_in_time_or_leaves_room() -> None:
     assert beside(processor, None) is None, "beside 16 CPUs of which the head needs 8, it may be on the wrong node"
     assert beside(card, 79.0, replace(holder, ends=None)) is None, "nobody knows when the head starts"
     assert beside(card, 1.0, replace(holder, gives=True)) is None, "it would take what is made for the head"
+    able = replace(holder, need=Need(4, 1.0, 1.0), sizes=(0,), priority=1.0)
+    assert beside(card, 1.0, able) is None, "the holder is about to be asked for room"
+    assert beside(card, 30.0, replace(able, ends=50.0)) == "small", "the head starts soon, nobody is asked"
     parts = with_holds(free, [replace(holder, gives=True)], {"b": 5.0})[1]
     assert [one.gives for one in parts if one.name == "holder"] == [True]
     assert next_move([head], free, [holder], 0.0) == (None, "head needs 8 × 1 CPU and 1 GPU, of which 4 are free")
