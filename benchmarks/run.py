@@ -48,6 +48,7 @@ BENCHMARKS = (
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("generate", 2, "tokens/s of decoding, compared with transformers"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
+    Benchmark("fp8_losses", 20, "loss and errors of products in fp8"),
     Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),

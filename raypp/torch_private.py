@@ -321,6 +321,10 @@ GROUPED_MM_OPERATOR = "aten::_grouped_mm"
 Since 2.8.
 """
 
+SCALED_MM_OPERATOR = "aten::_scaled_mm_v2"
+"""The operator of `torch.nn.functional.scaled_mm`, as selective checkpointing sees it. In 2.11 and
+later."""
+
 foreach_norm = torch._foreach_norm
 """Returns the norms of many tensors `[...]` at once, each norm `[]`. Since 2.4."""
 

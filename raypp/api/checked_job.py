@@ -15,6 +15,7 @@ from raypp.job.checks import check_spec
 from raypp.job.job import DataSection, Job
 from raypp.job.job_file import IncompleteJobError, JobFile, in_order, job_file, load_job
 from raypp.job.load import job_document
+from raypp.job.lora import quantised_base
 from raypp.job.paths import is_remote
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
@@ -249,11 +250,14 @@ def grounds_of(
         raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
     named = device_named(device) if device is not None else None
     if named is not None and job.train.precision != "auto" and not named.computes(job.train.precision):
-        dtype, has = job.train.dtypes.compute, named.capability
-        needs = f"{dtype.name} needs {dtype.since[0]}.{dtype.since[1]} or newer"
+        dtypes, has = job.train.dtypes, named.capability
+        needs = f"{dtypes.name} needs {dtypes.since[0]}.{dtypes.since[1]} or newer"
         fault = f"a {named.name} has compute capability {has[0]}.{has[1]}; {needs}"
         fix = f"use auto, which is {named.facts.precision} there, or another --device"
         raise JobError(Problem("train.precision", fault, fix))
+    if named is not None and quantised_base(job.model) == "fp8" and not named.computes("fp8"):
+        fault = f"a {named.name} has no products in fp8: those need compute capability 8.9 or newer"
+        raise JobError(Problem("model.lora.base", fault, "use int8 or nf4, or another --device"))
     return Grounds(
         machines=read_machines(Path(links)) if links is not None else None,
         costs=read_costs(Path(costs), job) if costs is not None else None,

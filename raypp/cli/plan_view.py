@@ -12,6 +12,7 @@ from rich.padding import Padding
 from raypp.cli.console import Lines, Table, Text
 from raypp.errors import size_text, three_digits
 from raypp.job.job import Job
+from raypp.job.models import with_experts
 from raypp.job.precision import FP32
 from raypp.planning.decision import RankMemory
 from raypp.planning.forecast import Forecast
@@ -109,6 +110,10 @@ def _precision(job: Job, plan: Plan) -> str:
     if job.train.precision == "auto":
         both = plan.memory_device == "cuda" and job.resources.device == "auto"
         return f"auto: {dtypes.name} on CUDA, fp32 on CPUs" if both else f"auto: {dtypes.summary}"
+    if dtypes.fp8:
+        beside = f", {job.train.fp8.bf16_layers} layers beside each" if job.train.fp8.bf16_layers else ""
+        experts = "" if with_experts(job.model) is None else ", experts"
+        return f"{dtypes.summary}; in bf16: both ends{beside}{experts}"
     if dtypes.narrow_weights:
         return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"
     if dtypes.compute is not FP32 or job.resources.device == "cpu":

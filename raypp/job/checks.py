@@ -13,6 +13,7 @@ from pathlib import Path
 
 from raypp.errors import DataError, JobError, Problem
 from raypp.job.availability import Choice, named_kinds
+from raypp.job.fp8 import fp8_problems
 from raypp.job.job import BatchOptions, Job, SourceOptions
 from raypp.job.known_families import FAMILIES, family_of, layer_rotary
 from raypp.job.lora import adapted_stacks, check_targets, width_problems
@@ -219,6 +220,7 @@ def _optimizer(job: Job) -> Iterator[Problem]:
         yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else names are unknown
         yield from check_groups(job)
+        yield from fp8_problems(job)
     if job.train.dtypes.narrow_weights and not kind.bf16_weights:
         fault = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
         usable = one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])

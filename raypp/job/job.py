@@ -435,6 +435,13 @@ class LossScaleOptions(Section):
     overflows is one that is not finite (recovery.on_nonfinite)."""
 
 
+class Fp8Options(Section):
+    """What train.precision fp8 computes in bf16."""
+
+    bf16_layers: int = Field(default=1, ge=0, le=limits.COUNT)
+    """Layers at either end of the model whose products are in bf16, as those of its ends are."""
+
+
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
 
@@ -461,17 +468,20 @@ class TrainSection(Section):
     """auto: bf16 on CUDA that has it, fp16 on older cards with fast products in it, else fp32;
     submission prints the choice, a resume keeps it | bf16: weights and gradients in fp32, compute
     in bf16, reductions in fp32 | bf16_pure: weights in bf16 only, updated by stochastic rounding;
-    gradients are summed in reduce_dtype | fp16: like bf16, with loss_scale. fp32 on CUDA: see tf32.
-    """
+    gradients are summed in reduce_dtype | fp16: like bf16, with loss_scale | fp8: like bf16, but
+    products with the matrices of layers have factors in fp8 (e4m3, a scale per row), and only the
+    gradients of these matrices are products in bf16. fp32 on CUDA: see tf32."""
     loss_scale: LossScaleOptions = Field(default_factory=LossScaleOptions)
     """The scale of the loss with precision: fp16."""
+    fp8: Fp8Options = Field(default_factory=Fp8Options)
+    """What stays in bf16 with precision: fp8."""
     tf32: bool = True
     """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
     in fp32. false: products in fp32, several times slower. No effect on CPUs or in half precision.
     """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
-    summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
+    summed over microbatches. bf16 halves the traffic and needs precision bf16, bf16_pure or fp8."""
     sync: SyncOptions = Field(default_factory=SyncOptions)
     """How replicas stay one model: {kind: exact}, {kind: int8}, {kind: outer, every_steps: 50}."""
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"

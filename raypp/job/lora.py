@@ -25,7 +25,7 @@ from raypp.job.known_families import family_of
 from raypp.job.models import DecoderOptions, WholePart
 
 ALL_LINEAR = "all-linear"
-Base = Literal["int8", "nf4"]
+Base = Literal["fp8", "int8", "nf4"]
 BASES: tuple[Base, ...] = get_args(Base)
 
 BLOCK = 64
@@ -50,6 +50,7 @@ NF4 = (
 )
 """The values of 4-bit NormalFloat (QLoRA, arXiv:2305.14314, appendix E)."""
 _SCALE_BYTES = 4
+_FP8_TAIL = 16
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
@@ -222,15 +223,20 @@ def in_files(module: str) -> str:
 def quantised_base(options: DecoderOptions) -> Base | None:
     """Returns how a model's frozen matrices are quantised; None if they are not."""
     lora = options.lora
-    return lora.base if lora is not None and (lora.base == "int8" or lora.base == "nf4") else None
+    return next((base for base in BASES if lora is not None and lora.base == base), None)
 
 
 def row_bytes(base: Base, width: int) -> int:
     """Returns the bytes of a row of `width` weights. int8: a byte per weight and the row's fp32
     scale. nf4: half a byte per weight, a byte per block for its scale, and the row's fp32 step of
-    those scales. Raises ValueError: nf4 cannot store rows of this width."""
+    those scales. fp8: as int8, and 12 bytes: kernels need rows that begin at multiples of 16.
+    Raises ValueError: nf4 or fp8 cannot store rows of this width."""
     if base == "int8":
         return width + _SCALE_BYTES
+    if base == "fp8":
+        if width % _FP8_TAIL:
+            raise ValueError(f"fp8 needs rows of a multiple of {_FP8_TAIL} weights, not {width}")
+        return width + _FP8_TAIL
     if width % BLOCK:
         raise ValueError(f"nf4 needs rows of a multiple of {BLOCK} weights, not {width}")
     return width // 2 + width // BLOCK + _SCALE_BYTES
@@ -265,14 +271,16 @@ def quantised_bytes(base: Base, weight: Weight) -> int:
 
 def width_problems(options: DecoderOptions) -> Iterator[Problem]:
     """Finds matrices whose rows `model.lora.base` cannot store: one problem per width."""
-    family = family_of(options)
-    if quantised_base(options) != "nf4" or family is None:
+    family, base, seen = family_of(options), quantised_base(options), set[int]()
+    if family is None or base is None or base == "int8":
         return
-    seen: set[int] = set()
+    each, needs = (
+        (BLOCK, f"nf4 has blocks of {BLOCK} weights") if base == "nf4" else (_FP8_TAIL, "fp8 needs multiples of 16")
+    )
     for index in range(options.num_layers):
         for weight in filter(is_quantised, family.weights(options, index)):
-            width = weight.shape[-1]
-            if width % BLOCK and width not in seen:
-                seen.add(width)
-                fault = f"nf4 has blocks of {BLOCK} weights, but model.layers.{index}.{weight.name} has rows of {width}"
+            wrong = [width for width in weight.shape[-1 if base == "nf4" else -2 :] if width % each]
+            if wrong and wrong[0] not in seen:
+                seen.add(wrong[0])
+                fault = f"{needs}, but model.layers.{index}.{weight.name} is {' × '.join(map(str, weight.shape))}"
                 yield Problem("model.lora.base", fault, "use int8, which takes any width")

@@ -63,10 +63,11 @@ class LoraOptions(Section):
     ] = ()
     """Parts that train in full beside the adapters, as PEFT's modules_to_save: [embed_tokens,
     lm_head] to learn new tokens. With tied embeddings either name trains the one matrix."""
-    base: Literal["auto", DtypeName, "int8", "nf4"] = "auto"
+    base: Literal["auto", DtypeName, "int8", "nf4", "fp8"] = "auto"
     """How the frozen weights are stored. auto: in what train.precision computes in. bf16, fp16: if
     that is the same. int8, nf4: the matrices of layers in 8 or 4.13 bits per weight (QLoRA,
-    arXiv:2305.14314), the rest in train.precision."""
+    arXiv:2305.14314), the rest in train.precision | fp8: in 8 bits (e4m3), products in fp8, with
+    any train.precision."""
     base_id: str | None = None
     """Identity of the frozen weights that model.from_hf names. raypp sets it at submission and
     refuses another base later."""

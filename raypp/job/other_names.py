@@ -28,7 +28,7 @@ max_grad_norm clip_grad clip_grad_norm gradient_clipping gradient_clip_val grad_
 bf16 mixed_precision precision dtype torch_dtype params_dtype model_dtype = train.precision | bf16 (mixed), bf16_pure or fp32
 fp16 half = train.precision | fp16
 loss_scale initial_scale_power init_scale loss_scale_window growth_interval = train.loss_scale | as {init: 65536, growth_interval: 2000}
-fp8 fp8_format float8 = train.precision | ! raypp has no fp8 yet: set train.precision to bf16
+fp8 fp8_format float8 = train.precision | as fp8
 gradient_checkpointing use_gradient_checkpointing activation_checkpoint recompute_activations recompute_granularity = train.activation_checkpointing | full for true; selective is quicker
 torch_compile use_compile = train.compile
 attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention_2 sdp_attention = train.attention | auto takes the quickest that is there

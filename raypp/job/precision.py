@@ -9,7 +9,12 @@ from functools import lru_cache
 from typing import Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16", "fp8"]
+
+LARGEST_FP8 = 448.0
+"""The largest number of e4m3."""
+SINCE_FP8 = (8, 9)
+"""Compute capability of the first cards with products in fp8."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Precision:
         compute: The dtype of activations and products.
         summary: What it means, in words for `raypp plan`.
         reduce: The dtype in which gradients are summed over ranks: `train.reduce_dtype`.
+        fp8: Products with the matrices of layers are in fp8 (`job.fp8`).
     """
 
     name: PrecisionName
@@ -52,6 +58,12 @@ class Precision:
     compute: Dtype
     summary: str
     reduce: Dtype = FP32
+    fp8: bool = False
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """Compute capability of the first cards that compute in it fast."""
+        return SINCE_FP8 if self.fp8 else self.compute.since
 
     @property
     def copies_weights(self) -> bool:
@@ -86,6 +98,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("bf16", FP32, BF16, "bf16: weights and gradients in fp32, compute in bf16"),
         Precision("bf16_pure", BF16, BF16, "bf16_pure: weights in bf16 only, stochastic rounding"),
         Precision("fp16", FP32, FP16, "fp16: weights and gradients in fp32, compute in fp16, loss scaling"),
+        Precision("fp8", FP32, BF16, "fp8: weights and gradients in fp32, products of layers in e4m3", fp8=True),
     )
 }
 

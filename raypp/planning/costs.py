@@ -11,11 +11,12 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from raypp.errors import JobError
+from raypp.job.fp8 import sizes_in_fp8
 from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import is_quantised, quantised_base
 from raypp.job.models import with_experts
-from raypp.job.precision import FP32, PRECISIONS, auto_on
+from raypp.job.precision import FP32, PRECISIONS, SINCE_FP8, auto_on
 from raypp.planning.decision import Facts, Kind
 from raypp.planning.flops import (
     BACKWARD_PER_FORWARD,
@@ -76,12 +77,12 @@ class Device:
 
     def computes(self, precision: str) -> bool:
         """Whether it has kernels for products in a precision."""
-        return self.kind == "cpu" or self.capability >= PRECISIONS[precision].compute.since
+        return self.kind == "cpu" or self.capability >= PRECISIONS[precision].since
 
 
-_DEQUANTISE_CPU_S = {"nf4": 2.8e-9, "int8": 1.6e-9}
+_DEQUANTISE_CPU_S = {"nf4": 2.8e-9, "int8": 1.6e-9, "fp8": 1.6e-9}
 """Seconds per weight to dequantise a matrix on a CPU, as measured (docs/benchmarks/records.md)."""
-_DEQUANTISE_BYTES = {"nf4": 4.6, "int8": 4.5}
+_DEQUANTISE_BYTES = {"nf4": 4.6, "int8": 4.5, "fp8": 4.5}
 """Bytes per weight that a GPU could read meanwhile: 0.95 ps at 4.8 TB/s, as measured."""
 _UPDATE_BYTES = {"fp32": 60.0, "8bit": 96.0}
 """The same for gradient norm, scaling and an update (7.3 and 17.4 ps measured) of each value."""
@@ -106,6 +107,11 @@ _TRITON_GROUPS = 0.8
 """Rate of Triton's product of all experts by that of torch's. Assumed."""
 _HALF_TILE = 64
 """Rows by which each expert's last tile is not full, on average."""
+_FP8_CAST = 3
+"""Bytes that are read and written to make a number in fp8 of one in bf16."""
+_FP8_SHARE = 0.86
+"""Share of their peak that products in fp8 sustain, by that of others: 1,100 of 1,979 TFLOP/s on an
+H100, beside 640 of 989. Assumed."""
 _MOVED = 0.85
 """Share of the memory's bandwidth that elementwise kernels sustain."""
 
@@ -149,6 +155,8 @@ def _device(row: str) -> Device:
     name, half, tf32, fp32, gib, share, attention, bandwidth, inside, version = row.split()
     tflops = {"fp32": float(fp32), "tf32": float(tf32), "bf16": float(half), "fp16": float(half)}
     major, minor = map(int, version.split("."))
+    if (major, minor) >= SINCE_FP8:
+        tflops["fp8"] = 2 * float(half)  # with sums in fp32
     rates, groups = (float(share), float(attention), float(bandwidth), float(inside)), major in (9, 10)
     return Device(name, tflops, int(float(gib) * GIB), *rates, (major, minor), groups)
 
@@ -261,10 +269,14 @@ def computed_costs(job: Job, device: Device) -> Costs:
         moved = elementwise_bytes(job, compiled=_compiled(job)) * tokens / (device.bandwidth * _MOVED * 1e12)
         rate /= _grouped_slower(job, device, per_token)
         # The forward does 36 % of elementwise work (counted), and 1 of 3.5 parts of attention.
-        forward = (per_token - attended) * tokens / rate + attention + 0.36 * moved
+        less = _less_by_fp8(job, device)
+        forward = (per_token - attended) * tokens / rate + attention + 0.36 * moved - less
         products_again = backward_factor(job) * per_token - BACKWARD_PER_FORWARD * attended
         recomputed = {"selective": 0.36 * moved}.get(job.train.activation_checkpointing, forward if again else 0.0)
         backward = products_again * tokens / rate + 2.5 * attention + 0.64 * moved + recomputed
+        backward -= less
+        if less:
+            words += f", {device.tflops['fp8']:g} in fp8"
         whole, layer = forward + backward, Part(forward + unpacked, backward + (1 + again) * unpacked)
         layer = _no_faster_than_launched(job, device, layer, again)
         optimizer = _UPDATE_BYTES[job.train.optimizer.state] / (device.bandwidth * 1e12)
@@ -353,6 +365,21 @@ def _grouped_slower(job: Job, device: Device, per_token: float) -> float:
     return 1 + min(1.0, own * model.expert_layers / model.num_layers / per_token) * (grouped - 1)
 
 
+def _less_by_fp8(job: Job, device: Device) -> float:
+    """Returns the seconds that products in fp8 save in an average layer's forward of a microbatch,
+    and again in its backward, whose gradients of inputs are such products, too. Matrices that are
+    gathered for each microbatch become fp8 for each."""
+    weights, widths = (size / job.model.num_layers for size in sizes_in_fp8(job, range(job.model.num_layers)))
+    if not weights or "fp8" not in device.tflops:
+        return 0.0
+    tokens = job.train.micro_batch_size * job.data.seq_len
+    product_s = 2 * weights * tokens / (device.share * 1e12)
+    half, fp8 = product_s / device.tflops["bf16"], product_s / device.tflops["fp8"] / _FP8_SHARE
+    each = job.mesh.reshard_after_forward or quantised_base(job.model) == "fp8"
+    cast = _FP8_CAST * (widths / 2 * tokens + weights * each) / (device.bandwidth * _MOVED * 1e12)
+    return half - fp8 - cast
+
+
 def dequantise_seconds(job: Job, device: Device) -> float:
     """Returns the seconds in which the matrices of an average layer are dequantised once. 0 without
     a quantised base. All experts count: a microbatch has tokens for each of them."""
@@ -361,6 +388,7 @@ def dequantise_seconds(job: Job, device: Device) -> float:
         return 0.0
     layers = range(job.model.num_layers)
     weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
+    weights -= sizes_in_fp8(job, layers)[0] if base == "fp8" else 0  # are multiplied as they are
     gpu = _DEQUANTISE_BYTES[base] / (device.bandwidth * 1e12)
     return (_DEQUANTISE_CPU_S[base] if device.kind == "cpu" else gpu) * weights / len(layers)
 

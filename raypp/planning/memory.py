@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from raypp.job.fp8 import sizes_in_fp8
 from raypp.job.job import Job
 from raypp.job.known_families import counted_family, family_of
 from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
@@ -95,7 +96,7 @@ def rank_memory(
     microbatches = job.pipeline.microbatches if kind == "cuda" else 0
     fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     base = RankMemory(
-        weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies,
+        weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies + _fp8_bytes(job, stages, cut),
         optimizer=held.optimizer
         + residual_bytes(job, stages, cut)
         + (outer_bytes(job, stages, cut) if kind == "cpu" else 0),
@@ -221,6 +222,13 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
         return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
     return _frozen_dtype(job).bytes * -(-frozen // shards)
+
+
+def _fp8_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of matrices that a rank keeps in fp8 for a step, in rows and in columns."""
+    if quantised_base(job.model) is not None or job.mesh.reshard_after_forward:
+        return 0
+    return 2 * sum(sizes_in_fp8(job, _span(stage, cut, False)["layers"])[0] for stage in stages)
 
 
 def _frozen_dtype(job: Job) -> Dtype:

@@ -18,9 +18,9 @@ from raypp.errors import RayppError, ResourcesError
 from raypp.job.checks import check_training
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.precision import FP32
+from raypp.job.precision import BF16, FP32
 from raypp.planning.check import check_plan
-from raypp.planning.costs import CostsOf
+from raypp.planning.costs import CostsOf, Device
 from raypp.planning.decision import Kind
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.levers import MOST_ACTIONS
@@ -149,6 +149,8 @@ def advice(
             single.append((text, {"pipeline.microbatches": more, "train.micro_batch_size": rows // 2}))
         else:
             single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
+    if job.train.dtypes.compute is BF16 and isinstance(costs, Device) and costs.computes("fp8"):
+        single.append(("train.precision fp8 (changes the numbers)", {"train.precision": "fp8"}))
     if job.mesh.dp_replicate > 1 and job.train.sync.kind == "exact":
         single.append(("train.sync.kind int8 (changes the numbers)", {"train.sync.kind": "int8"}))
     if job.outer is not None and now.replica_sums is not None:

@@ -17,7 +17,8 @@ import torch
 from raypp.environment import c_compiler
 from raypp.errors import JobError, Problem, in_words, size_text
 from raypp.job.job import Job
-from raypp.job.precision import auto_on
+from raypp.job.lora import quantised_base
+from raypp.job.precision import SINCE_FP8, auto_on
 from raypp.planning.decision import CERTAIN, CUDA_CONTEXT, Decision, Facts, too_little
 from raypp.planning.geometry import Mesh
 from raypp.rank.joining.cuda_settings import prepare_allocator, prepare_driver
@@ -194,8 +195,11 @@ def device_problems(
         what = f"{has}; torch {torch.__version__} has kernels for {', '.join(built_for)} only"
         fix = "install a torch that is built for this card (an older CUDA supports older cards), or use other cards"
         problems.append(Problem("resources.device", what, fix))
-    if card.capability < (compute := job.train.dtypes.compute).since:
-        what = f"{has}; {compute.name} needs {compute.since[0]}.{compute.since[1]} or newer"
+    if quantised_base(job.model) == "fp8" and card.capability < SINCE_FP8:
+        what = f"{has}; products in fp8 need {SINCE_FP8[0]}.{SINCE_FP8[1]} or newer"
+        problems.append(Problem("model.lora.base", what, "use int8 or nf4, or other cards"))
+    if card.capability < (since := job.train.dtypes.since):
+        what = f"{has}; {job.train.dtypes.name} needs {since[0]}.{since[1]} or newer"
         problems.append(
             Problem("train.precision", what, f"use train.precision {auto_on(card.capability)}, or other cards")
         )

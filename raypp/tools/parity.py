@@ -76,7 +76,9 @@ def train_some_steps(
             watch = Stopwatch()
             reports.append(runner.run(step, runner.read(Requests(), watch), watch))
         modules = rank.built.modules
-        state = {name: buffer.clone() for module in modules for name, buffer in module.named_buffers()}
+        kept = {name for module in modules for name in module.state_dict(keep_vars=True)}
+        buffers = (pair for module in modules for pair in module.named_buffers())
+        state = {name: buffer.clone() for name, buffer in buffers if name in kept}
         keep("weights", {name: whole(p) for module in modules for name, p in module.named_parameters()} | state)
     return reports
 

@@ -79,11 +79,17 @@ def _comes_later(weight: Tensor) -> bool:
 
 class Projection(nn.Linear):
     """nn.Linear whose result a recomputation may take over, and whose weight's gradient may come
-    later."""
+    later. `fp8`: the product in fp8 (`models.fp8`); None: that of torch."""
+
+    fp8: nn.Module | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.fp8 = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.fp8 or F.linear)
 
 
 class Lookup(nn.Embedding):
@@ -102,19 +108,20 @@ def defer_in(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Projection
+            module.fp8 = None  # type: ignore[assignment]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns x · Wᵀ + b, `[..., O]`, of `[..., C]`, `[O, C]` and `[O]`."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    """Returns x · Wᵀ + b, `[..., O]`, of `[..., C]`, `[O, C]` and `[O]`, as `multiply` does."""
     if torch.compiler.is_compiling() or (_later is None and is_plain()):
-        return F.linear(x, weight, bias)
-    return product(partial(_linear, weight=weight, bias=bias), x)
+        return multiply(x, weight, bias)
+    return product(partial(_linear, weight=weight, bias=bias, multiply=multiply), x)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
     if not _comes_later(weight):
-        return F.linear(x, weight, bias)
-    out = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+        return multiply(x, weight, bias)
+    out = multiply(x, weight.detach(), None if bias is None else bias.detach())
     return _apart(out, x, weight, bias, partial(_of_matrix, transposed=_transposed(weight)))
 
 

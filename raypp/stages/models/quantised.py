@@ -7,6 +7,7 @@ parallelism cuts them like any stack.
 
 Both products are operators of torch: the compiler does not look inside, so their bits do not depend
 on `train.compile`. Selective recomputation does not keep their results, and plans count on that.
+Matrices in fp8 are not dequantised, but for stacks of experts: see `raypp.stages.models.fp8`.
 
 Legend: N rows of activations, C width of the input, O width of the output, E experts, F inner width
 of an expert, R bytes of a quantised row.
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from raypp.job.family import Weight
 from raypp.job.lora import Base, is_quantised, row_bytes
 from raypp.job.precision import FP32, Dtype
+from raypp.stages.models.fp8 import frozen_product
 from raypp.stages.models.grouped_products import grouped_mm
-from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
+from raypp.stages.models.quantised_rows import dequantise_rows, fp8_parts, quantise_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Format:
     """How a matrix, or a stack of them, is stored.
 
     Attributes:
-        base: int8 or nf4.
+        base: int8, nf4 or fp8.
         width: Weights in a row.
         transposed: The rows are those of the transposed matrix: C rows of O weights.
     """
@@ -155,7 +157,11 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
-        out = self.format.product(x, self.weight)
+        if self.format.base == "fp8":
+            rows, scales = fp8_parts(self.weight.to(torch.uint8), self.in_features)
+            out = frozen_product(x, rows, scales)
+        else:
+            out = self.format.product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 

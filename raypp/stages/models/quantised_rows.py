@@ -7,6 +7,9 @@ gathered and moved like any weight.
 int8, `R = C + 4` bytes: C weights as signed bytes, then the scale s in fp32. A weight is byte · s,
 s the largest magnitude of the row / 127.
 
+fp8, `R = C + 16` bytes: C weights in e4m3, the scale s in fp32, and 12 zeros. A weight is
+float · s, s the largest magnitude of the row / 448.
+
 nf4, `R = C / 2 + C / 64 + 4` bytes: C weights as indices of a table of 16 values, two in a byte,
 the first in the high half; a byte k for each block of 64 weights; the step d in fp32. A weight is
 table[index] · d · k². The table is QLoRA's (arXiv:2305.14314, appendix E). The scale of a block is
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from raypp.job.lora import BLOCK, NF4, Base, row_bytes
 from raypp.stages.models import fused
+from raypp.stages.models.fp8 import rows_in_fp8
 
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST = 255
@@ -40,7 +44,7 @@ def quantise_rows(matrix_MC: Tensor, base: Base) -> Tensor:
     width = matrix_MC.shape[-1]
     flat_MC = matrix_MC.reshape(-1, width)
     out_MR = torch.empty(len(flat_MC), row_bytes(base, width), dtype=torch.uint8, device=matrix_MC.device)
-    convert = _to_int8 if base == "int8" else _to_nf4
+    convert = {"int8": _to_int8, "fp8": _to_fp8, "nf4": _to_nf4}[base]
     step = _rows_at_a_time(flat_MC)
     for first in range(0, len(flat_MC), step):
         convert(flat_MC[first : first + step].float(), out_MR[first : first + step])
@@ -57,13 +61,13 @@ def dequantise_rows(bytes_MR: Tensor, base: Base, width: int, dtype: torch.dtype
     flat_MR = bytes_MR.reshape(-1, bytes_MR.shape[-1]).to(torch.uint8)
     out_MC = torch.empty(len(flat_MR), width, dtype=dtype, device=bytes_MR.device)
     kernels = fused.kernels(out_MC.device)
-    if kernels is not None and dtype != torch.float64:
+    if kernels is not None and dtype != torch.float64 and base != "fp8":
         if base == "int8":
             kernels.from_int8(flat_MR, out_MC)
         else:
             kernels.from_nf4(flat_MR, out_MC, _table(out_MC.device))
         return out_MC.view(*bytes_MR.shape[:-1], width)
-    convert = _from_int8 if base == "int8" else _from_nf4
+    convert = {"int8": _from_int8, "fp8": _from_fp8, "nf4": _from_nf4}[base]
     step = _rows_at_a_time(out_MC)
     for first in range(0, len(flat_MR), step):
         convert(flat_MR[first : first + step], out_MC[first : first + step])
@@ -87,6 +91,25 @@ def _from_int8(bytes_MR: Tensor, out_MC: Tensor) -> None:
     width = out_MC.shape[1]
     codes_MC = bytes_MR[:, :width].view(torch.int8)
     torch.mul(codes_MC, _fp32(bytes_MR[:, width:]), out=out_MC)
+
+
+def _to_fp8(rows_MC: Tensor, out_MR: Tensor) -> None:
+    """Writes fp32 weights `[M, C]` as fp8 bytes, uint8 `[M, R]`."""
+    _largest(rows_MC)  # refuses what is not finite
+    rows, scales = rows_in_fp8(rows_MC)
+    tail = torch.zeros(len(rows), out_MR.shape[1] - rows_MC.shape[1] - 4, dtype=torch.uint8, device=out_MR.device)
+    torch.cat((rows.view(torch.uint8), scales.view(torch.uint8), tail), dim=1, out=out_MR)
+
+
+def _from_fp8(bytes_MR: Tensor, out_MC: Tensor) -> None:
+    """Writes fp8 bytes, uint8 `[M, R]`, as weights `[M, C]`."""
+    rows, scales = fp8_parts(bytes_MR, out_MC.shape[1])
+    torch.mul(rows.to(torch.float32), scales, out=out_MC)
+
+
+def fp8_parts(bytes_MR: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Returns the floats `[M, C]` of fp8 bytes, uint8 `[M, R]`, and their scales, fp32 `[M, 1]`."""
+    return bytes_MR[:, :width].view(torch.float8_e4m3fn), _fp32(bytes_MR[:, width : width + 4])
 
 
 def _to_nf4(rows_MC: Tensor, out_MR: Tensor) -> None:

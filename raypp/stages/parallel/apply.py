@@ -31,6 +31,7 @@ from raypp.job.known_families import family_of
 from raypp.job.lora import quantised_base
 from raypp.job.precision import FP32
 from raypp.stages.models import grouped_products
+from raypp.stages.models.fp8 import compute_in_fp8, take_weights
 from raypp.stages.models.products import defer_in
 from raypp.stages.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.stages.models.recomputed import recomputed
@@ -39,7 +40,13 @@ from raypp.stages.parallel.expert import expert_fsdp_settings, moe_blocks, sprea
 from raypp.stages.parallel.rank_groups import RankGroups
 from raypp.stages.parallel.replica_sums import ReplicaSums
 from raypp.stages.parallel.shard import sharded_like
-from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR, allocate, integer_weights
+from raypp.torch_private import (
+    ATTENTION_OPERATORS,
+    GROUPED_MM_OPERATOR,
+    SCALED_MM_OPERATOR,
+    allocate,
+    integer_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ def prepare_stage(
     extent, within, own = job.train.activation_checkpointing, False, ":" in job.model.kind
     if own:
         defer_in(stage)
+    if dtypes.fp8:
+        compute_in_fp8(stage, job, kept=not job.mesh.reshard_after_forward)
     if job.train.compiles:
         within = extent == "selective"
         if within:
@@ -104,6 +113,8 @@ def prepare_stage(
     if data_mesh is not None:
         _shard(stage, job, data_mesh, expert_mesh)
         replica_sums = _replica_sums(stage, job, data_mesh)
+    for block in _blocks(stage) if dtypes.fp8 else ():
+        block.register_forward_pre_hook(take_weights)  # after FSDP's
     _allocate(stage, device, kept or {})
     if replica_sums is not None:
         replica_sums.allocate(stage)
@@ -212,9 +223,8 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
 
 # Activation checkpointing: which intermediate results of a block are kept for the backward.
 
-_MATRIX_PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR, grouped_products.OPERATOR}
-)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", SCALED_MM_OPERATOR)
+_MATRIX_PRODUCTS = frozenset((*_PRODUCTS, GROUPED_MM_OPERATOR, grouped_products.OPERATOR))
 _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from raypp.stages.models.fp8 import kept_matrices
 from raypp.stages.models.stage import tied_within
 from raypp.torch_private import foreach_copy_, sum_shards_in
 
@@ -90,9 +91,11 @@ def copies_of(stage: nn.Module) -> ComputeCopies | None:
 @contextmanager
 def computing(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Lets stages compute, forwards and backwards, for a block's duration; see `in_place`. Stages
-    without copies always can."""
+    without copies always can. What they keep in fp8 is made again."""
     with ExitStack() as stack:
         for stage in stages:
+            for matrix in kept_matrices(stage):
+                matrix.due = True
             if (copies := copies_of(stage)) is not None:
                 stack.enter_context(copies.in_place())
         yield

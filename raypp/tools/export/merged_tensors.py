@@ -21,7 +21,7 @@ from raypp.job.lora import (
     quantised_names,
 )
 from raypp.job.models import DecoderOptions
-from raypp.job.precision import DTYPES, FP32
+from raypp.job.precision import DTYPES, FP32, LARGEST_FP8
 from raypp.state.checkpoint.arrays import Array, convert
 from raypp.state.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.state.hf.model_files import HfFiles, matching_tensors, with_base_id
@@ -132,14 +132,24 @@ _TINY = np.finfo(np.float32).tiny
 
 def rounded(rows_MC: Array, base: Base) -> Array:
     """Returns weights as they are after they were quantised and dequantised. `rows_MC`: whole rows,
-    `[..., M, C]`, in fp32. `base`: int8 or nf4."""
-    return _through_int8(rows_MC) if base == "int8" else _through_nf4(rows_MC)
+    `[..., M, C]`, in fp32."""
+    through = {"int8": _through_int8, "fp8": _through_fp8, "nf4": _through_nf4}[base]
+    return through(rows_MC)
 
 
 def _through_int8(rows_MC: Array) -> Array:
     scale: Array = np.abs(rows_MC).max(-1, keepdims=True) / np.float32(127)
     codes: Array = np.clip(np.rint(rows_MC / np.maximum(scale, _TINY)), -127, 127)
     return np.multiply(codes, scale)
+
+
+def _through_fp8(rows_MC: Array) -> Array:
+    scale: Array = np.maximum(np.abs(rows_MC).max(-1, keepdims=True) / np.float32(LARGEST_FP8), _TINY)
+    values: Array = rows_MC / scale
+    exponents = np.maximum(np.frexp(values)[1] - 1, -6)  # below, numbers are subnormal
+    step: Array = np.ldexp(np.float32(1), exponents - 3)
+    rounded_MC: Array = np.rint(values / step) * step * scale
+    return rounded_MC
 
 
 def _through_nf4(rows_MC: Array) -> Array:

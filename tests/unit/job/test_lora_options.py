@@ -74,7 +74,7 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
             "model.lora.dropout",
             "0.1 is not available for matrices of experts; targets match w1, w2, w3 | use 0, or targets without them",
         ),
-        ({"base": "nf4"}, {"ffn_size": 688}, "model.lora.base", "mlp.down_proj.weight has rows of 688 | use int8"),
+        ({"base": "nf4"}, {"ffn_size": 688}, "model.lora.base", "mlp.down_proj.weight is 256 × 688 | use int8"),
         ({}, {"kind": "json:loads"}, "model.lora", "is your own code"),
     ],
 )

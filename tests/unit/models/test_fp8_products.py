@@ -1,0 +1,134 @@
+"""Products in fp8: what is rounded, which gradient is what, and the memory that is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypp.errors import RayppError
+from raypp.job.fp8 import matrices_in_fp8
+from raypp.job.load import parse_job
+from raypp.stages.models.fp8 import Fp8Matrix, compute_in_fp8, kept_matrices, rows_in_fp8
+from raypp.stages.models.products import Projection
+from raypp.stages.models.quantised import QuantisedLinear
+from raypp.stages.models.stage import build_stage
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def rounded(rows: Tensor) -> Tensor:
+    values, scales = rows_in_fp8(rows)
+    return values.float() * scales
+
+
+def product(weight: Tensor, *, kept: bool) -> Fp8Matrix:
+    matrix = Fp8Matrix(weight, kept=kept)
+    matrix.take(weight)
+    return matrix
+
+
+def test_a_row_has_its_own_scale_whatever_is_beside_it() -> None:
+    x = random(6, 64)
+    x[1] *= 1e4  # an outlier among rows changes no other row
+    x[2] = 0
+    x[3] *= 1e-30
+    assert all(torch.equal(rounded(x[i : i + 1]), rounded(x)[i : i + 1]) for i in range(6))
+    assert torch.equal(rounded(x)[2], torch.zeros(64))
+    errors = (rounded(x) - x.float()).norm(dim=1) / x.float().norm(dim=1).clamp(min=1e-38)
+    assert float(errors.max()) < 0.04
+    x[4, 7] = float("inf")
+    assert rounded(x)[4].isnan().any() and rounded(x)[[0, 1, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_forward_and_gradient_of_the_input_are_rounded_and_that_of_the_matrix_is_not(kept: bool) -> None:
+    x, weight, gradient = (
+        random(10, 64).requires_grad_(),
+        random(48, 64, seed=1).requires_grad_(),
+        random(10, 48, seed=2),
+    )
+    out = product(weight, kept=kept)(x, weight)
+    out.backward(gradient)
+    values, scales = rows_in_fp8(weight.detach())
+    expected = rounded(x.detach()) @ (values.float() * scales).t()
+    torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=1e-3)
+    x_grad = rounded(gradient.float() * scales.t()) @ values.float()
+    torch.testing.assert_close(x.grad.float(), x_grad, rtol=2**-8, atol=1e-3)
+    assert torch.equal(weight.grad, gradient.t() @ x.detach())
+
+
+def test_a_step_keeps_one_form_of_a_matrix_and_the_next_makes_another() -> None:
+    weight, x = random(32, 64), random(4, 64, seed=1)
+    matrix = product(weight, kept=True)
+    before, weight = matrix(x, weight), weight * 2
+    matrix.take(weight)
+    assert torch.equal(matrix(x, weight), before)
+    matrix.due = True
+    matrix.take(weight)
+    assert torch.equal(matrix(x, weight), before * 2)
+    assert sum(buffer.numel() * buffer.element_size() for buffer in matrix.buffers()) == 2 * 32 * 64 + 4 * 32
+
+
+def test_the_compiler_sees_all_of_a_product_and_changes_no_bit() -> None:
+    x, weight = random(10, 64).requires_grad_(), random(48, 64, seed=1).requires_grad_()
+    matrix = product(weight, kept=True)
+
+    def block(x: Tensor) -> Tensor:
+        return matrix(F.silu(x), weight)
+
+    results = []
+    for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        x.grad = weight.grad = None
+        out = function(x)
+        out.backward(torch.ones_like(out))
+        results.append((out, x.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_operator_of_cards_takes_these_layouts(kept: bool) -> None:
+    """torch checks shapes, strides and scales without a card."""
+    x, weight = (torch.empty(*shape, 64, dtype=torch.bfloat16, device="meta") for shape in ((2, 5), (48,)))
+    out = product(weight.requires_grad_(), kept=kept)(x.requires_grad_(), weight)
+    out.sum().backward()
+    assert out.shape == (2, 5, 48) and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    base = QuantisedLinear(64, 48, "fp8")(x)
+    base.sum().backward()
+    assert base.shape == out.shape and base.dtype == torch.bfloat16
+
+
+JOB = {"name": "eight", "data": {"kind": "synthetic", "seq_len": 16}, "mesh": {"pp": 1}, "train": {"precision": "fp8"}}
+SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 48, "vocab_size": 31}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_matrices_of_inner_layers_are_in_fp8_and_routers_experts_ends_are_not(kind: str) -> None:
+    job = parse_job({**JOB, "model": {"kind": kind, **SIZES, **({} if kind == "llama" else {"num_experts": 4})}})
+    stage = build_stage(job.model, range(4), first=True, last=True)
+    compute_in_fp8(stage, job, kept=True)
+    found = {name.removesuffix(".fp8") for name, part in stage.named_modules() if isinstance(part, Fp8Matrix)}
+    expected = {
+        f"model.layers.{i}.{one.name}".removesuffix(".weight") for i in (1, 2) for one in matrices_in_fp8(job, i)
+    }
+    assert found == expected and len(list(kept_matrices(stage))) == len(expected) > 0
+    elsewhere = (".experts.", "lm_head", "embed", "layers.0", "layers.3")
+    assert not any(word in name for name in found for word in elsewhere)
+    assert not any(name.endswith(".gate") for name in found)
+
+
+def test_an_own_model_needs_linear_layers_of_fitting_widths() -> None:
+    job = parse_job({**JOB, "model": {"kind": "own_models:tiny", **SIZES}})
+
+    def stage(width: int) -> nn.Module:
+        layers = nn.ModuleDict({str(i): nn.Sequential(Projection(32, width)) for i in range(4)})
+        return nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
+
+    fits = stage(48)
+    compute_in_fp8(fits, job, kept=False)
+    assert sum(isinstance(part, Fp8Matrix) for part in fits.modules()) == 2
+    with pytest.raises(RayppError, match=r"layer 1, a Sequential, has no nn.Linear"):
+        compute_in_fp8(stage(40), job, kept=False)
