@@ -13,6 +13,8 @@ import torch
 from harness import run_ranks
 from training import merged, train_steps
 
+from raypp.job.precision import SINCE_FP8
+from raypp.stages.models.fp8 import Fp8Matrix
 from raypp.stages.models.initial_values import Law
 from raypp.stages.models.quantised_rows import quantise_rows
 
@@ -50,7 +52,7 @@ def needs(devices: int) -> None:
         pytest.skip(f"needs {devices} CUDA devices, this machine has {torch.cuda.device_count()}")
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", ["int8", "nf4", "fp8"])
 def test_a_card_draws_and_quantises_the_bits_of_the_cpu(base: Any) -> None:
     rows_R, places = torch.tensor([0, 7, 1 << 33]), {}
     for device in ("cpu", "cuda"):
@@ -73,6 +75,26 @@ def test_bf16_uses_the_variable_length_kernel_and_stays_near_fp32() -> None:
     fp32, bf16 = run("cuda"), run("cuda", precision="bf16")
     # bf16 has 8 bits: each activation is off by 2^-9, the loss by far less.
     assert bf16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
+
+
+def test_products_in_fp8_are_those_of_the_cpu() -> None:
+    if torch.cuda.get_device_capability() < SINCE_FP8:
+        pytest.skip("this card has no products in fp8")
+    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((96, 256), (128, 256), (96, 128)))
+    found = []
+    for device in ("cpu", "cuda"):
+        inputs, matrix = (one.to(device, copy=True).requires_grad_() for one in (x, weight))
+        fp8 = Fp8Matrix(matrix, kept=True)
+        fp8.take(matrix)
+        out = fp8(inputs, matrix)
+        out.backward(grad.to(device))
+        found.append([fp8.rows.view(torch.uint8), fp8.scales, out, inputs.grad, matrix.grad])
+    for number, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        if number < 2:
+            assert torch.equal(ours, theirs.cpu())
+        assert relative(theirs.cpu().float(), ours.float()) < 4e-3, number  # sums in another order, rounded to bf16
+    cpu, cuda = (run(device, precision="fp8") for device in ("cpu", "cuda"))
+    assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-2)
 
 
 def assert_same_losses(found: list[float], reference: list[float]) -> None:

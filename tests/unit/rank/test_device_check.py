@@ -56,6 +56,17 @@ def test_a_card_too_old_for_bf16_is_named_with_its_capability() -> None:
     assert problem.fault == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 or newer")
 
 
+def test_a_card_without_products_in_fp8_is_named_by_what_needs_them() -> None:
+    a100 = Card("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
+    base = {"model": {"lora": {"base": "fp8"}}, "train": {"precision": "bf16"}}
+    for key, sections in (("train.precision", {"train": {"precision": "fp8"}}), ("model.lora.base", base)):
+        fp8 = job(**sections)
+        seat = local_seat(1, 2, 1, fp8, device="cuda")
+        (problem,) = device_problems(fp8, seat, 2, a100)
+        assert problem.key == key and "has compute capability 8.0" in problem.fault and "8.9 or newer" in problem.fault
+        assert device_problems(fp8, seat, 2, H100) == []
+
+
 def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> None:
     large = {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000}
     offloading = job(model=large, train={"precision": "bf16", "optimizer": {"offload": True}})

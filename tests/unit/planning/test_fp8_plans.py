@@ -1,0 +1,67 @@
+"""Plans of jobs in fp8: what stands against them, their memory and their time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.job.checks import check_training
+from raypp.job.job import Job
+from raypp.planning.costs import DEVICES, computed_costs
+from raypp.planning.forecast import forecast
+from raypp.planning.machines import Machines
+from raypp.planning.memory import rank_memories
+from raypp.planning.search import advice
+
+LARGE = {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 320}
+MATRICES = 4 * 4096**2 + 3 * 4096 * 14336
+
+
+def job_of(precision: str = "fp8", *, lora: dict[str, Any] | None = None, **sections: Any) -> Job:
+    sections["train"] = {"precision": precision, "micro_batch_size": 4, **sections.pop("train", {})}
+    model = {**LARGE, "num_kv_heads": 32, **sections.pop("model", {}), **({"lora": lora} if lora else {})}
+    return job_with(model=model, data={"seq_len": 4096}, **sections)
+
+
+ODD = {"model": {"ffn_size": 14340}}
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "sections"),
+    [
+        ("train.precision", "is 14340 × 4096 | make 14340 a multiple of 16", ODD),
+        ("train.fp8.bf16_layers", "none of 8 layers in fp8 | at most 3", {"train": {"fp8": {"bf16_layers": 4}}}),
+        ("train.precision", "base nf4 has them all | use bf16, or model.lora.base fp8", {"lora": {"base": "nf4"}}),
+        ("model.lora.base", "is 14340 × 4096 | use int8", {**ODD, "lora": {"base": "fp8"}}),
+    ],
+)
+def test_what_stands_against_fp8_is_named_with_its_key(key: str, words: str, sections: dict[str, Any]) -> None:
+    fault, fix = words.split(" | ")
+    found = {problem.key: problem for problem in check_training(job_of(**sections))}
+    assert fault in found[key].fault and fix in found[key].fix
+    assert not check_training(job_of()) and not check_training(job_of(lora={"base": "fp8"}))
+
+
+def test_a_rank_keeps_two_bytes_for_each_weight_in_fp8_unless_weights_are_freed() -> None:
+    def weights(precision: str, **mesh: Any) -> list[int]:
+        return [one.weights for one in rank_memories(job_of(precision, mesh={"pp": 2, **mesh}), "cuda")]
+
+    more = [fp8 - bf16 for fp8, bf16 in zip(weights("fp8"), weights("bf16"), strict=True)]
+    assert more == [2 * 3 * MATRICES] * 2  # of four layers, one is beside an end
+    assert weights("fp8", reshard_after_forward=True) == weights("bf16", reshard_after_forward=True)
+
+
+def test_products_in_fp8_are_faster_on_cards_that_have_them() -> None:
+    def layer(card: str, precision: str, **lora: Any) -> float:
+        part = computed_costs(job_of(precision, lora=lora or None), DEVICES[card]).layer
+        return part.forward + part.backward
+
+    for card in ("h100", "rtx4090"):
+        assert 1.1 < layer(card, "bf16") / layer(card, "fp8") < 1.4
+        assert 1.3 < layer(card, "bf16", base="bf16") / layer(card, "bf16", base="fp8") < 1.8
+    job, machines = job_of("bf16", mesh={"pp": 1}), Machines.alike(1, 1, None)
+    for card, tells in (("h100", True), ("a100-80", False)):
+        tips = advice(job, machines, DEVICES[card], forecast(job, machines, DEVICES[card]), kind="cuda")
+        assert ("train.precision fp8 (changes the numbers)" in dict(tips)) == tells
