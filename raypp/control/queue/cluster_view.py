@@ -223,5 +223,7 @@ def _running(running: Iterable[Running]) -> list[dict[str, Any]]:
         names = {key: known.get(f"raypp_{key}") for key in ("url", "user")}
         cpus, gpus = (sum(amounts) for amounts in zip(*one.holds.values(), strict=True))
         times = {"since": since and since / 1000, "expected_end": one.ends}
+        if one.need is not None:  # its controller has answered
+            names["priority"] = next(name for name, value in PRIORITIES.items() if value == one.priority)
         rows.append({"run": known.get("raypp_run", one.name), **names, "cpus": cpus, "gpus": gpus, **times})
     return rows

@@ -18,7 +18,7 @@ from raypp.control.queue.line import next_move, who_gives, with_holds
 from raypp.control.queue.rules import Rule
 from raypp.control.queue.ticket import Ticket
 
-_LOOK_S, _ASK_S = 1.0, 10.0
+_LOOK_S, _STARTING_S, _ASK_S = 2.0, 1.0, 10.0
 _MOST_STARTING = 8
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class LineLeader:
                 _log.exception("the line stands still; it is looked at again")
                 self._stale = True
             with self._changed:
-                self._changed.wait_for(lambda: self._stale, _LOOK_S)
+                self._changed.wait_for(lambda: self._stale, _STARTING_S if self._line.started else _LOOK_S)
                 self._leaving = not (self._stale or self._line.waiting or self._line.started or self._rules)
         ray.kill(self._handle, no_restart=True)
 
