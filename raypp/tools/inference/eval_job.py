@@ -23,7 +23,7 @@ from raypp.tools.inference.source import Source
 
 DATA = "--data"
 _PIPELINE = ("variable_seq_len", "pad_to_multiple_of", "seq_len_bucket")
-_TRAIN = ("micro_batch_size", "seed", "precision", "tf32", "compile", "attention")
+_TRAIN = ("micro_batch_size", "seed", "precision", "fp8", "tf32", "compile", "attention")
 _OF_ANY_KIND = ("tokenizer", "add_bos", "added_tokens", "seq_len", "packing", "shuffle")
 _HF_ROWS = 8
 _HF_LONGEST = 4096
