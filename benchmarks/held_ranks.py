@@ -16,7 +16,6 @@ import ray
 from raypp.control import machine as m
 from raypp.control.controller import Controller
 from raypp.control.leader import Leader
-from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import (
     BatchAnswer,
@@ -26,6 +25,7 @@ from raypp.control.protocol import (
     WorkerStatus,
 )
 from raypp.control.report.reporter import ReportBuffer
+from raypp.control.worker import ask_interval_s
 from raypp.control.worker_group import WorkerGroup
 from raypp.planning.decide import decide
 from raypp.planning.geometry import Mesh

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from raypp.control import machine as m
-from raypp.control import run_events
 from raypp.control.attempt import Attempt, AttemptPhase, LivingWorker
 from raypp.control.cleanup import end_actor, end_workers, find_workers, look_after_snapshots
 from raypp.control.elastic import ElasticSizing
@@ -32,7 +31,16 @@ from raypp.control.recovery.policies.default import DefaultPolicy
 from raypp.control.recovery.policy import Policy, policy_of, without_culprit
 from raypp.control.report.reports import Reports
 from raypp.control.reshape import Decisions
-from raypp.control.run_record import RunRecord
+from raypp.control.run_record import (
+    RunRecord,
+    adoption_event,
+    end_event,
+    failure_event,
+    restart_event,
+    room_event,
+    seat_events,
+    stop_event,
+)
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem, RayppError, origin_in_words
@@ -258,7 +266,7 @@ class Leader:
             self._attempt = attempt
             self.reports.recovery.was_away(time.time() - self.record.status().updated_at)
             self.reports.start_attempt(last)
-            self.record.event(run_events.adoption_event(last, attempt.ranks, self.record.status().updated_at))
+            self.record.event(adoption_event(last, attempt.ranks, self.record.status().updated_at))
             self._start_watch(attempt)
         elif not over:
             message = "the controller restarted; no rank was left"
@@ -314,10 +322,10 @@ class Leader:
                     self._apply(notice)
                     if self.machine.reshaping:
                         self._sizing.why = notice.why
-                        self.record.event(run_events.room_event(notice.why, self.machine))
+                        self.record.event(room_event(notice.why, self.machine))
                 case Requests():
                     if not self.machine.stop:
-                        self.record.event(run_events.stop_event(notice, self.machine.attempt))
+                        self.record.event(stop_event(notice, self.machine.attempt))
                     self._apply(m.StopAsked(notice.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
@@ -327,11 +335,11 @@ class Leader:
                 return  # the ranks of a taken over attempt tell again how they ended
             told = {(one.kind, one.cause) for one in self.machine.failures if not one.kind.traits.node_lost}
             if (event.failure.kind, event.failure.cause) not in told:  # one error of all ranks is told once
-                self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
+                self.record.event(failure_event(event.failure, self.machine.attempt))
             self.reports.recovery.over("noticed")
         elif isinstance(event, m.Seated) and attempt is not None:
             self.reports.recovery.over("seated")
-            for seated in run_events.seat_events(attempt.ranks, attempt.number):
+            for seated in seat_events(attempt.ranks, attempt.number):
                 self.record.event(seated)
             self._start_watch(attempt)
         elif isinstance(event, m.AttemptEnded):
@@ -378,7 +386,7 @@ class Leader:
                     self._wake_at = time.monotonic() + command.seconds
                     kept, world = len(self._workers.seated), self._placement.world
                     memory = self._job.checkpoint.memory_tier
-                    self.record.event(run_events.restart_event(self.machine, command.seconds, kept, world, memory))
+                    self.record.event(restart_event(self.machine, command.seconds, kept, world, memory))
                 case m.JoinLine():
                     self._join_line()
                 case m.Finish():
@@ -432,7 +440,7 @@ class Leader:
             stays = "the newest state stays in the memory of its hosts, for `raypp submit JOB --resume`"
             finish = replace(finish, reason=f"{finish.reason}; {stays}")
             self.machine = m.finished(self.machine, finish)
-        record.event(run_events.end_event(finish, self.machine.attempt, record.step))
+        record.event(end_event(finish, self.machine.attempt, record.step))
         record.flush()
         if record.machines.overtaken:
             return

@@ -1,5 +1,5 @@
 """Records of a run: events, steps, logs and status for the store, lines of text for `submit`, and
-Ray metrics."""
+Ray metrics. Events that the controller records: people read them; nothing else does."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ray.util.metrics import Gauge
 
-from raypp.control import run_events
 from raypp.control.credentials import scrubbed
-from raypp.control.machine import Machine
+from raypp.control.machine import Finish, Machine
 from raypp.control.machine_log import MachineLog
+from raypp.control.recovery.policy import describe, root_cause
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
 from raypp.job.job import Job, MeshSection
-from raypp.records import END_EVENTS, Event, RunState, StepReport
-from raypp.state.checkpoint.commit import list_checkpoints, read_commit, read_extra
+from raypp.records import END_EVENTS, Event, RankFailure, Requests, RunState, StepReport
+from raypp.state.checkpoint.commit import COMMITTING_RANK, Commit, list_checkpoints, read_commit, read_extra
 from raypp.state.checkpoint.layout import step_folder
 from raypp.state.run_records import quantities as names
 from raypp.state.run_records.json_lines import LogLine
 from raypp.state.run_records.reader import RunReader
 from raypp.state.run_records.recorder import RunRecorder
-from raypp.state.run_records.status import ENDED, RankStatus, RunStatus
+from raypp.state.run_records.status import ENDED, RankStatus, RunStatus, date_and_clock
 from raypp.state.run_records.tracking import Trackers
 from raypp.storage import ObjectStore, StoreError
 
@@ -134,7 +134,7 @@ class RunRecord:
                 recent = read_extra(commit.extra, checkpoint.key).recent_steps
             except CheckpointError:  # reported when it is loaded
                 continue
-            self.event(run_events.commit_event(commit))
+            self.event(commit_event(commit))
         for report in recent:  # the newest has the reports of the last steps before it
             self.add_step(report)
 
@@ -348,3 +348,82 @@ def _key(event: Event) -> tuple[Any, ...]:
         # then `raypp stop` asks the next one again, or the end comes again.
         return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)
+
+
+def failure_event(failure: RankFailure, attempt: int) -> Event:
+    """A rank failed."""
+    details = {"kind": failure.kind, "cause": failure.cause, "pid": failure.pid, "label": failure.label}
+    known = failure.rank >= 0
+    return Event(
+        "rank_failed",
+        f"{failure.label} (rank {failure.rank}) on {failure.node}: {failure.cause}" if known else failure.cause,
+        attempt=attempt,
+        step=failure.step,
+        rank=failure.rank if known else None,
+        node=failure.node,
+        details={**details, "evidence": failure.details},
+    )
+
+
+def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
+    """Which process has which seat."""
+    events = []
+    for rank in ranks:
+        seat = rank.seat
+        if seat is None:
+            continue
+        message = f"rank {seat.rank} is {seat.label} on {seat.node}, pid {rank.pid}, interface {seat.interface}"
+        details = {"coordinates": seat.coordinates.as_dict(), "pid": rank.pid, "label": seat.label}
+        events.append(Event("seated", message, attempt=attempt, rank=seat.rank, node=seat.node, details=details))
+    return events
+
+
+def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
+    """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
+    `resumed`). `kept`: how many of the `world` processes are reused. `memory`: whether the ranks
+    also keep snapshots in host memory."""
+    failure = root_cause(machine.history[-1].failures)
+    newest = machine.committed_step
+    start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+    if memory and not failure.kind.traits.taints_snapshots:
+        start = f"a newer snapshot in memory if there is one, else {start}"
+    pause = f" in {delay_s:g} s" if delay_s else ""
+    message = f"a new attempt starts{pause} from {start}: {describe(failure)}; {kept} of {world} processes are reused"
+    return Event("restarting", message, attempt=machine.attempt, details={"kept": kept})
+
+
+def adoption_event(attempt: int, ranks: Iterable[Rank], since: float) -> Event:
+    """A restarted controller takes over the ranks of a running attempt. `since`: when the earlier
+    one last wrote, in seconds since 1970."""
+    living = [rank for rank in ranks if not rank.ended]
+    ran = f"{len(living)} ranks of attempt {attempt} kept running without it"
+    message = f"the controller restarted; {ran} since {date_and_clock(since)}"
+    details = {"pids": [rank.pid for rank in living]}
+    return Event("controller_restarted", message, attempt=attempt, details=details)
+
+
+def commit_event(commit: Commit) -> Event:
+    """A checkpoint exists whose commit no rank reported."""
+    message = f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects"
+    details = {"bytes": commit.size, "objects": len(commit.objects)}
+    return Event("committed", message, commit.created, commit.attempt, commit.step, COMMITTING_RANK, details=details)
+
+
+def room_event(why: str, machine: Machine) -> Event:
+    """A run of higher priority needs devices of this one. `why`: which. `machine`: after that."""
+    then = "waits in the line" if machine.gives_way else "goes on with fewer ranks"
+    return Event("room_asked", f"{why}; this run saves, and {then}", attempt=machine.attempt)
+
+
+def stop_event(requests: Requests, attempt: int) -> Event:
+    """The operator wants the run to end."""
+    how = "after a last checkpoint" if requests.save_before_stop else "at once, without a checkpoint"
+    details = {"save": requests.save_before_stop}
+    return Event("stop_requested", f"asked to stop {how}", attempt=attempt, details=details)
+
+
+def end_event(finish: Finish, attempt: int, step: int) -> Event:
+    """The run has ended."""
+    details = {"exit_code": finish.exit_code}
+    message = finish.reason or f"after step {step}"
+    return Event(END_EVENTS[finish.state], message, attempt=attempt, step=step, details=details)

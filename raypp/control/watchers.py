@@ -15,7 +15,7 @@ from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_flight_records, collect_stacks
 from raypp.control.process_evidence import MOST_CHARACTERS
 from raypp.control.ray_nodes import draining_nodes
-from raypp.control.recovery.flight_records import pending, stuck_collectives
+from raypp.control.recovery.hang_analysis import pending, stuck_collectives
 from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank

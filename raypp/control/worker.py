@@ -1,25 +1,28 @@
-"""The actor of one rank, which takes one seat after the other. Reaches the runtime by one line."""
+"""The actor of one rank, which takes one seat after the other. Reaches the runtime by one line. It
+says which kind of failure ended its rank, and ends itself without a run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import importlib
 import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import psutil
+import ray
 
 from raypp.control import process_evidence
-from raypp.control.classify import failure_of, unreported_end
-from raypp.control.credentials import load_private_environment
+from raypp.control.cleanup import exit_if_ended
+from raypp.control.credentials import load_private_environment, scrubbed
 from raypp.control.group_test import run_group
-from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
@@ -27,6 +30,7 @@ from raypp.control.rank_process import on_sigterm, process_title, set_seat_envir
 from raypp.control.recovery.cause_of_death import DeathEvidence, within_rank_frame
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
+from raypp.errors import RayppError, causes, origin_in_words
 from raypp.failure_kinds import FailureKind
 from raypp.planning.decision import Decision
 from raypp.records import RankFailure, RankResult, Reporter, Seat
@@ -40,6 +44,14 @@ _OTHERS_LAST_SAVE_S = 5.0
 _OWN_THREADS = "raypp-"
 _LASTING_THREADS = "raypp-memory"
 """Threads of the runtime that may outlive a seat: they serve snapshots to the next rank."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "pthread_create failed")
+_LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
+
+_INTERVAL_S = 5.0
+_ANSWER_S = 10.0
+_INTERVAL_S_PER_RANK = 0.03
 
 
 class Worker:
@@ -298,3 +310,98 @@ class Worker:
                 time.sleep(0.5)
             remove_groups_of(self._cluster_name)
         os._exit(0)
+
+
+def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
+    """Returns the failure record of a rank that an exception ended."""
+    try:
+        kind, cause = kind_and_cause(error)
+    except Exception as second:  # noqa: BLE001  a user's exception may fail to say what it is
+        name, reason = type(error).__name__, type(second).__name__
+        kind, cause = FailureKind.RAISED, f"{name}, whose message cannot be read ({reason})"
+    return RankFailure(
+        rank=seat.rank,
+        label=seat.label,
+        node=seat.node,
+        pid=os.getpid(),
+        kind=kind,
+        cause=scrubbed(cause.strip()[:_LONGEST_CAUSE]),
+        step=step,
+        details=scrubbed(_shortened("".join(traceback.format_exception(error)))),
+    )
+
+
+def unreported_end(error: BaseException, seat: Seat) -> RankFailure:
+    """Returns the failure of a rank that could not tell how it ended, because of this exception."""
+    cause = f"{type(error).__name__} kept the rank from telling how it ended; see its log"
+    return RankFailure(seat.rank, seat.label, seat.node, os.getpid(), FailureKind.UNKNOWN, cause)
+
+
+def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
+    """Returns the kind of failure of an exception, and the cause as text. An exception declares its
+    kind (`RayppError.failure_kind`). When that is only a symptom, or when it declares none, the
+    exceptions that caused it count, too."""
+    declared = error.failure_kind if isinstance(error, RayppError) else None
+    text = origin_in_words(error)
+    if declared is not None and not declared.traits.symptom:
+        return declared, text
+    for inner in causes(error):
+        if isinstance(inner, OSError) and inner.errno in _FULL:
+            return FailureKind.DISK_FULL, f"{inner.filename or 'a file system'} is full: {text}"
+    if declared is not None and declared.traits.permanent:
+        return declared, text
+    for inner in causes(error):
+        if isinstance(inner, MemoryError) or any(sign in str(inner) for sign in _NO_HOST_MEMORY):
+            return FailureKind.OUT_OF_MEMORY, f"the host is out of memory: {text}"
+    if declared is not None:
+        return declared, f"{declared.traits.words}: {text}" if declared is FailureKind.STORE_DOWN else text
+    return FailureKind.RAISED, text
+
+
+def _shortened(details: str) -> str:
+    """Cuts a traceback in the middle: the root of the causes comes first, the last error last."""
+    half = _LONGEST_DETAILS // 2
+    return details if len(details) <= _LONGEST_DETAILS else f"{details[:half]}\n…\n{details[-half:]}"
+
+
+def ask_interval_s(ranks: int) -> float:
+    """Returns the seconds between two checks of one process, so that all processes of a run
+    together cost the controller the same whatever their number."""
+    return max(_INTERVAL_S, _INTERVAL_S_PER_RANK * ranks)
+
+
+class OrphanWatch:
+    """Checks from a thread whether this actor still exists and the run's controller answers.
+    `timeout_s`: silence after which the process counts as orphaned. `on_orphaned`: called once, in
+    this object's thread. `interval_s`: seconds between two checks, at most a quarter of
+    `timeout_s`."""
+
+    def __init__(self, controller: Any, timeout_s: float, on_orphaned: Callable[[], None], interval_s: float) -> None:
+        self._controller = controller
+        self._timeout_s = timeout_s
+        self._on_orphaned = on_orphaned
+        self._interval_s = min(interval_s, timeout_s / 4)
+        self._answered = time.monotonic()
+        threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
+
+    def answered(self, at: float) -> None:
+        """Records that the controller was heard from at that time (`time.monotonic`), which saves
+        a check."""
+        self._answered = max(self._answered, at)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._interval_s)
+            with contextlib.suppress(Exception):  # Ray may not answer
+                exit_if_ended()
+            now = time.monotonic()
+            if now - self._answered < self._interval_s:
+                continue
+            try:
+                ray.get(self._controller.alive.remote(), timeout=_ANSWER_S)
+            except Exception:  # noqa: BLE001  restarting, or gone for good: only time shows which
+                if time.monotonic() - self._answered > self._timeout_s:
+                    self._on_orphaned()
+                    return
+                continue
+            self._answered = time.monotonic()

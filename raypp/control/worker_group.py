@@ -13,10 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.control.cleanup import end_actor
 from raypp.control.fork_client import EXECUTABLE
-from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers
-from raypp.control.worker import Worker
+from raypp.control.worker import Worker, ask_interval_s
 from raypp.job.job import Job
 
 # Every device stays visible and each rank sets its own: one visible device per process cripples

@@ -15,10 +15,10 @@ from raypp.job.lora import layer_adapters, quantised_base
 from raypp.job.models import MoeOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP16, FP32
 from raypp.planning.cut import most_stages
+from raypp.planning.memory import MOMENTS_BLOCK
 from raypp.planning.resolve import cut_of, lookahead_of, schedule_of
 from raypp.planning.schedules.catalogue import schedule_named, size_problems, too_large
 from raypp.planning.shapes import divisors
-from raypp.planning.stored_bytes import BLOCK
 
 _LISTED = 64
 """More stages than this are not listed one by one."""
@@ -207,11 +207,11 @@ def _blocks(job: Job) -> Iterator[Problem]:
     for stack in _stacks(model):
         # FSDP cuts experts by rows where it can, else by columns. A bias has columns only.
         by_rows, columns = len(stack.shape) > 1 and stack.shape[0] % rest == 0, stack.shape[-1]
-        if stack.trained and not by_rows and columns % (rest * BLOCK):
+        if stack.trained and not by_rows and columns % (rest * MOMENTS_BLOCK):
             fault = (
-                f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
+                f"8bit needs whole blocks of {MOMENTS_BLOCK} values on each rank, but the {rest} ranks that share an "
+                f"expert would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
             )
-            fault += f"would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
             yield Problem("train.optimizer.state", fault, f"use mesh.ep {job.mesh.shards}, or state: fp32")
             return
 

@@ -18,6 +18,7 @@ from raypp.job.known_families import counted_family, family_of
 from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
 from raypp.job.models import DecoderOptions
 from raypp.job.precision import BF16, DTYPES, FP32, Dtype
+from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
     backward_bytes,
     mask_bytes,
@@ -34,7 +35,6 @@ from raypp.planning.schedules.posting import RECEIVES_AHEAD
 from raypp.planning.schedules.simulate import Simulator
 from raypp.planning.schedules.waiting import Waiting
 from raypp.planning.sizes import sizes_of
-from raypp.planning.stored_bytes import state_bytes, update_bytes
 
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
@@ -63,6 +63,14 @@ _BATCH_BYTES = 32
 attention needs to know of its document."""
 _UNSHARDED_STAGES = 3
 """Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
+
+MOMENTS_BLOCK = 256
+"""Moments in 8 bits that share a scale, as in `raypp.rank.optimizers.quantised_moments`."""
+_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Values of one turn of `raypp.rank.optimizers.adamw`."""
+_TURN_BYTES = 48
+"""Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
+from them."""
 
 
 def memory_kind(job: Job) -> Kind:
@@ -566,3 +574,22 @@ def rank_memories(job: Job, kind: Kind | None = None, pipeline: ResolvedPipeline
 def peak_memory(job: Job, kind: Kind | None = None, pipeline: ResolvedPipeline | None = None) -> int:
     """Returns the bytes of the rank that needs most."""
     return max(memory.total for memory in rank_memories(job, kind, pipeline))
+
+
+def state_bytes(job: Job, parameters: int) -> int:
+    """Returns the bytes of the optimizer's state of some parameters. In 8 bits each value is a
+    byte, and each block of a row has an fp32 scale. Rows are taken to be as long as the hidden
+    size."""
+    values = OPTIMIZERS.get(job.train.optimizer.kind).states * parameters
+    if job.train.optimizer.state == "fp32":
+        return FP32.bytes * values
+    columns = job.model.hidden_size
+    return round(values * (1 + FP32.bytes * -(-columns // MOMENTS_BLOCK) / columns))
+
+
+def update_bytes(job: Job, kind: str) -> int:
+    """Returns the bytes that an update by rows needs for itself; 0 with torch's fused AdamW."""
+    if not job.train.dtypes.narrow_weights and job.train.optimizer.state == "fp32":
+        return 0
+    largest = max(layer.largest for layer in sizes_of(job.model).kinds)
+    return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, job.model.vocab_size * job.model.hidden_size))

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any
 
 from raypp.planning.schedules.action import Action
+from raypp.planning.schedules.catalogue import check_program
 from raypp.planning.schedules.simulate import StageTimes, Timeline, simulate
-from raypp.planning.schedules.validity import check_program
 from raypp.records import Event
 from raypp.state.run_records.trace import COMPUTE, RankTrace, Span
 

@@ -145,7 +145,6 @@ def compiled() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from raypp.stages.models import triton_groups
     from raypp.stages.models import triton_kernels as kernels
 
     rows = {"source": "*u8", "out": "*bf16", "table": "*fp32", "width": "i32", "stride": "i32"}
@@ -159,8 +158,8 @@ def compiled() -> None:
         types |= dict.fromkeys(("blocks", "per_row", "columns", "size", "words", "start"), "i32")
         cases.append((kernels._adamw, types, {"SMALL": small, "ROUND": True, "TOGETHER": 16, "SIDE": 256}))
     groups = [
-        (triton_groups._by_expert, {"SIDE": 128, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}, 4),
-        (triton_groups._of_matrices, {"SIDE": 128, "DEPTH": 32}, 8),
+        (kernels._by_expert, {"SIDE": 128, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}, 4),
+        (kernels._of_matrices, {"SIDE": 128, "DEPTH": 32}, 8),
     ]
     for capability in (80, 89, 90, 120):
         for kernel, constants, warps in groups:

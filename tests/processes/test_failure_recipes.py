@@ -97,7 +97,7 @@ def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy
 
 RAISED_IN_A_RANK = """
 from pathlib import Path
-from raypp.control.classify import kind_and_cause
+from raypp.control.worker import kind_and_cause
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raypp.control import group_test
-from raypp.control.recovery.flight_records import stuck_collectives
+from raypp.control.recovery.hang_analysis import stuck_collectives
 from raypp.errors import RayppError
 from raypp.tools.doctor.group_check import _same
 from raypp.tools.doctor.node import NodeProbe

@@ -18,7 +18,7 @@ from local_run import PATIENCE_S, LocalRun
 from test_memory_tier import STEPS, assert_ends_as, document
 from training import thinned
 
-from raypp.control.classify import kind_and_cause
+from raypp.control.worker import kind_and_cause
 from raypp.errors import RayppError
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide

@@ -9,8 +9,7 @@ import pytest
 from listeners import asked
 from seaweed import BUCKET
 
-from raypp.control.clusters.seaweed import SeaweedServer
-from raypp.control.clusters.seaweed_locks import check_program
+from raypp.control.clusters.seaweed import SeaweedServer, check_program
 from raypp.errors import UnreachableError
 
 _EVIL = {"Origin": "http://evil.example", "Host": "evil.example"}

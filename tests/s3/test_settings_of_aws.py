@@ -16,8 +16,7 @@ from fault_proxy import FaultProxy, Request
 from saving import PART
 from seaweed import BUCKET, seaweed
 
-from raypp.control.clusters.seaweed import SeaweedServer
-from raypp.control.clusters.seaweed_locks import write_locks
+from raypp.control.clusters.seaweed import SeaweedServer, write_locks
 from raypp.errors import JobError
 from raypp.storage import open_store
 from raypp.storage.s3 import S3Store

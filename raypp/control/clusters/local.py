@@ -38,7 +38,7 @@ class S3Process:
         endpoint: `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3.
         ports: All ports that it listens on, on the endpoint's address.
         directory: Contains its data, `weed.log`, `s3.json` (the keys, mode 0600) and the keys of
-            its inner ports (`seaweed_locks`).
+            its inner ports.
     """
 
     endpoint: str

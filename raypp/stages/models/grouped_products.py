@@ -41,10 +41,10 @@ def grouped_gradient(gradient_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Te
 
 
 def _kernels(device: torch.device) -> Any:
-    from raypp.stages.models import triton_groups  # imported here: a CPU has no triton
+    from raypp.stages.models import triton_kernels  # imported here: a CPU has no triton
 
     assert device.type == "cpu" or fused.kernels(device) is not None, "`experts.can_group` asks first"
-    return triton_groups
+    return triton_kernels
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from stand_in_clock import StandInClock, wait_until
 from torch import nn
 
-from raypp.control.classify import kind_and_cause
+from raypp.control.worker import kind_and_cause
 from raypp.errors import CheckpointError
 from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates, SaveProgress, Seat

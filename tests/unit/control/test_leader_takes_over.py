@@ -24,7 +24,7 @@ from raypp.control.machine_log import MachineError, MachineLog
 from raypp.control.protocol import RunRequest, WorkerStatus
 from raypp.control.recovery.cause_of_death import Death
 from raypp.control.report import reports
-from raypp.control.run_events import end_event
+from raypp.control.run_record import end_event
 from raypp.failure_kinds import FailureKind
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raypp.control import process_evidence
-from raypp.control.classify import failure_of, kind_and_cause
+from raypp.control.worker import failure_of, kind_and_cause
 from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError, origin_in_words
 from raypp.failure_kinds import FailureKind
 from raypp.rank.joining.device_memory import DeviceMemoryError

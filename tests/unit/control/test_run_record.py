@@ -13,8 +13,7 @@ from raypp.control.find_run import present_status
 from raypp.control.machine import Machine
 from raypp.control.protocol import BatchAnswer
 from raypp.control.report.reporter import ReportBuffer
-from raypp.control.run_events import stop_event
-from raypp.control.run_record import RunRecord
+from raypp.control.run_record import RunRecord, stop_event
 from raypp.control.seats import Rank
 from raypp.job.load import parse_job
 from raypp.records import Coordinates, Event, Requests, RunState, Seat, StepReport

@@ -10,7 +10,7 @@ import pytest
 from test_doctor import _node, _report
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.first_hour import cards_of
+from raypp.cli.doctor_command import cards_of
 from raypp.cli.main import COMMANDS
 from raypp.errors import JobError
 from raypp.tools.doctor.first_hour import Cards, Done, Step, page, steps

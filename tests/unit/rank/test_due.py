@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypp.job.load import parse_job
-from raypp.rank.step.due import Due, Place, after_step, before_step, is_due
+from raypp.rank.step.loop import Due, Place, after_step, before_step, is_due
 from raypp.records import Requests, SaveProgress
 
 SAVE, STOP, DROP = Requests(save=True), Requests(stop=True), Requests(stop=True, save_before_stop=False)

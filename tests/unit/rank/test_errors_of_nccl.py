@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import DistBackendError
 
-from raypp.control.classify import kind_and_cause
+from raypp.control.worker import kind_and_cause
 from raypp.failure_kinds import FailureKind
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raypp.control.recovery.flight_records import WITHOUT, pending, stuck_collectives
-from raypp.control.recovery.node_pairs import failing_nodes, ring_rounds
+from raypp.control.node_test import failing_nodes, ring_rounds
+from raypp.control.recovery.hang_analysis import WITHOUT, pending, stuck_collectives
 
 LABELS = {rank: f"pp0-fsdp{rank}" for rank in range(3)}
 

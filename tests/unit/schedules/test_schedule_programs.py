@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 
 from raypp.errors import JobError
 from raypp.planning.schedules.action import Action, parse_actions, printed, splits_backward
-from raypp.planning.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
+from raypp.planning.schedules.catalogue import (
+    SCHEDULES,
+    build_forward_only,
+    build_program,
+    check_program,
+    schedule_named,
+)
 from raypp.planning.schedules.one_f_one_b import build as build_1f1b
 from raypp.planning.schedules.simulate import StageTimes, simulate
-from raypp.planning.schedules.validity import check_program
 from raypp.planning.seating import place_stages
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20), st.integers(0, 2))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raypp.planning.schedules.action import parse_actions
+from raypp.planning.schedules.catalogue import check_program
 from raypp.planning.schedules.simulate import StageTimes, simulate
-from raypp.planning.schedules.validity import check_program
 
 GOOD = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
 
