@@ -11,9 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.awake import cores_awake
 from benchmarks.surroundings import announce
+from benchmarks.throughput import torchrun
 from raypp.planning.schedules.catalogue import build_program
 from raypp.planning.seating import place_stages
-from raypp.ports import free_port
 from raypp.stages.pipeline.planned_stage import PlannedStage
 from raypp.stages.pipeline.runtime import ProgramRuntime
 
@@ -108,8 +104,7 @@ def rank_main(rounds: int) -> None:
         own(), theirs()
         for _ in range(rounds):
             found[name].append((measure(own, 5), measure(theirs, 5)))
-    if dist.get_rank() == 0:
-        Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
+    Path(f"{os.environ['BENCH_OUT']}.{dist.get_rank()}").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -121,15 +116,7 @@ def main() -> None:
         rank_main(options.rounds)
         return
     announce()
-    with tempfile.TemporaryDirectory() as folder, cores_awake():
-        out = Path(folder) / "out"
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-             "--master-port", str(free_port()), "-m", "benchmarks.dispatch", "--rounds", str(options.rounds)],
-            check=True, stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": str(out)},
-        )  # fmt: skip
-        found = json.loads(out.read_text())
+    found = torchrun("benchmarks.dispatch", ["--rounds", str(options.rounds)])[0]
     print(
         "\n| schedule | raypp, µs per microbatch | torch's class, µs | ratio, median (min to max) |\n|---|---|---|---|"
     )

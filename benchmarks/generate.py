@@ -15,7 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from benchmarks.surroundings import announce
+from raypp.planning.resolve import resolve_pipeline
+from raypp.stages.pipeline.decode import Choice, PipelineDecoder, Prompt
+from raypp.tools.inference.rank import load_stages
+from raypp.tools.inference.source import find_source
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
@@ -31,9 +38,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens per prompt (default 64)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per case (default 3)")
     options = parser.parse_args()
-    import torch
-    import transformers
-
     torch.set_num_threads(1)
     announce(f"transformers {transformers.__version__}")
     print("| prompts | longest | raypp tokens/s | transformers tokens/s | ratio (range) | same tokens |")
@@ -49,13 +53,6 @@ def main() -> None:
 
 
 def _decoder(folder: Path) -> Any:
-    import torch
-
-    from raypp.planning.resolve import resolve_pipeline
-    from raypp.stages.pipeline.decode import PipelineDecoder
-    from raypp.tools.inference.rank import load_stages
-    from raypp.tools.inference.source import find_source
-
     source = find_source(str(folder))
     job = source.job()
     stages = load_stages(source, job, resolve_pipeline(job), 0, torch.device("cpu"))
@@ -64,10 +61,6 @@ def _decoder(folder: Path) -> Any:
 
 def _case(ours: Any, theirs: Any, rows: int, longest: int, new: int, rounds: int) -> None:
     """Prints the row of a case."""
-    import torch
-
-    from raypp.stages.pipeline.decode import Choice, Prompt
-
     generator = torch.Generator().manual_seed(1)
     lengths = [max(1, longest - 3 * row) for row in range(rows)]
     prompts = [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]

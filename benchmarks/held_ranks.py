@@ -167,11 +167,7 @@ class HeldController(Controller):
 
 class Simulated:
     """The reports of one rank: it always makes progress, and rank 0 reports a step each second.
-
-    Args:
-        first: The first number of its batches and steps. The controller does not write a known
-            report again, which would be cheaper.
-    """
+    `first`: number of its batches and steps. The controller does not write a known report again."""
 
     def __init__(self, rank: int, first: int) -> None:
         coordinates = Coordinates()
@@ -190,11 +186,7 @@ class Simulated:
 
 @ray.remote(num_cpus=0)
 class Sender:
-    """A process that sends the reports of many ranks.
-
-    Args:
-        target: The controller.
-    """
+    """A process that sends the reports of many ranks to `target`, the controller."""
 
     def __init__(self, target: Any, first: int, count: int, ranks: int) -> None:
         self._target, self._all = target, ranks

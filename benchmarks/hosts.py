@@ -24,13 +24,8 @@ PATIENCE_S = 900.0
 
 @contextmanager
 def some_hosts(prefix: str, count: int = 2, *, awake: bool = True) -> Iterator[Hosts]:
-    """Creates the hosts, and removes them afterwards, even after SIGTERM.
-
-    Args:
-        prefix: Two letters at the start of the network's name.
-        count: How many.
-        awake: Whether to keep the machine's cores awake meanwhile (`benchmarks.awake`).
-    """
+    """Creates the hosts, and removes them afterwards, even after SIGTERM. `prefix`: two letters at
+    the start of the network's name. `awake`: keep the cores awake (`benchmarks.awake`)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network = Network.make(f"{prefix}{os.getpid() % 100000}", count)
     try:
@@ -52,18 +47,9 @@ class Hosts:
             self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
 
     def run(self, module: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
-        """Runs the ranks of a module and returns what all of them measured.
-
-        The results include `sent`: the bytes that the rank's host sent through its network card.
-
-        Args:
-            module: `benchmarks.timed_rank`, or another module that reads torchrun's variables and
-                writes to BENCH_OUT.
-            arguments: The module's arguments.
-
-        Raises:
-            SystemExit: A rank failed. The message has the last output of all ranks.
-        """
+        """Runs the ranks of a module, which reads torchrun's variables and writes to BENCH_OUT, and
+        returns what all of them measured, and `sent`: the bytes that the rank's host sent through
+        its network card. Raises SystemExit: a rank failed; with the last output of all ranks."""
         sent = self.sent()
         with tempfile.TemporaryDirectory() as folder:
             ranks = []

@@ -107,12 +107,7 @@ def message_bits() -> int:
 
 
 class Race:
-    """The running programs. Some of them run for all cables.
-
-    Args:
-        hosts: The hosts that run them.
-        options: `only` (the variants), `steps` per turn, `microbatches`, and `paced`.
-    """
+    """The running programs. Some of them run for all cables."""
 
     def __init__(self, hosts: Hosts, options: argparse.Namespace) -> None:
         self.hosts, self.options = hosts, options
@@ -127,10 +122,8 @@ class Race:
         }
 
     def _rate(self, share: float, steps: Sequence[Turn]) -> float:
-        """Returns the Mbit/s at which a message takes that share of a forward.
-
-        It uses steps without a limit that have just run.
-        """
+        """Returns the Mbit/s at which a message takes that share of a forward of `steps`, which
+        have just run without a limit."""
         forward = self.forward_of_step * statistics.mean(one.seconds for one in steps)
         return message_bits() / (share * forward) / 1e6
 

@@ -39,11 +39,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def sleep_instead(layer_s: float) -> None:
-    """Makes all stages of this process sleep.
-
-    Args:
-        layer_s: Seconds of a layer's forward.
-    """
+    """Makes all stages of this process sleep, `layer_s` seconds in a layer's forward."""
 
     def layer_forward(self: nn.Module, x: Tensor, *_: Any) -> Tensor:
         return _Sleep.apply(x, layer_s, x.shape, *self.parameters())

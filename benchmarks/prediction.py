@@ -57,11 +57,7 @@ CONFIGURATIONS: list[tuple[list[str], float | None]] = [
 
 
 def hold_meters(settings: Sequence[str]) -> Held:
-    """Measures costs in turns, on both cores at once.
-
-    Args:
-        settings: The settings that costs depend on.
-    """
+    """Measures costs in turns, on both cores at once. They depend on `settings`."""
     words = [word for setting in settings for word in ("--set", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     held = Held([(pinned(core, "benchmarks.timed_costs", words), environment) for core in range(2)], list)
@@ -115,13 +111,7 @@ def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict
 
 
 def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]]) -> Forecast:
-    """Predicts the time of a step.
-
-    Args:
-        settings: The settings of the configuration.
-        mbit: Rate of the cable; None: no limit.
-        around: The costs of both cores before and after the turn.
-    """
+    """Predicts the time of a step. `around`: the costs of both cores before and after the turn."""
     own = [mean_of([both[core] for both in around]) for core in range(2)]
     costs = mean_of([answer for both in around for answer in both])
     machines = Machines.alike(2, 1, mbit / 1e3 if mbit else UNLIMITED_GBPS, LATENCY_S)

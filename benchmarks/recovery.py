@@ -4,8 +4,7 @@ Run it with `python -m benchmarks.recovery`. It starts its own embedded cluster 
 trains a tiny model on three pipeline stages, and kills one rank after the other. For each, it
 prints the time until the failure was detected, the time until the next step was finished, the
 number of processes kept, and the number of steps done twice; once with the memory tier and once
-without. With `--standby` it instead trains two runs at the same time, one of them with standby
-workers, and kills a rank of one and of the other in turn.
+without.
 """
 
 from __future__ import annotations
@@ -130,47 +129,19 @@ def observe(tier: bool, rounds: int, folder: str, environment: dict[str, str]) -
     return cold, recoveries
 
 
-def compare(rounds: int, folder: str, environment: dict[str, str]) -> dict[bool, list[Recovery]]:
-    """Returns the recoveries of two runs, with and without standby workers. Their steps are slowed
-    down, so that they leave each other the cores."""
-    slow = {"RAYPP_FAULTS": "slow@forward:rank=0,attempt=0,seconds=0.1"}
-    more: dict[str, Any] = {"pipeline": {"microbatches": PP}, "resources": {"cpus_per_rank": 0.5, "env": slow}}
-    trials = {
-        standby: submit(f"standby-{standby}".lower(), folder, environment, recovery={"standby": standby}, **more)
-        for standby in (True, False)
-    }
-    recoveries: dict[bool, list[Recovery]] = {True: [], False: []}
-    for attempt in range(1, PP * rounds + 1):
-        for standby in (True, False) if attempt % 2 else (False, True):
-            recoveries[standby].append(trials[standby].kill(f"pp{attempt % PP}", attempt))
-    for trial in trials.values():
-        trial.ask("stop", trial.name, "--no-save")
-    return recoveries
-
-
-def span(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="kills of each rank")
-    parser.add_argument("--standby", action="store_true", help="with and without standby workers")
     options = parser.parse_args()
     announce()
     columns = "memory tier | killed | known s | seats s | next step s | of a cold start | processes kept | steps again"
-    if options.standby:
-        columns = "standby | kills | known s | seats s | next step s"
     print(f"| {columns} |\n{'|---' * len(columns.split('|'))}|")
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "RAYPP_HOME": home}
         environment.pop("RAYPP_ADDRESS", None)
         subprocess.run([RAYPP, "local", "up"], check=True, env=environment, stdout=subprocess.DEVNULL)
         try:
-            for standby, all_ in compare(options.rounds, folder, environment).items() if options.standby else ():
-                known, seats, steps = ([getattr(one, key) for one in all_] for key in ("known", "seats", "next_step"))
-                print(f"| {'on' if standby else 'off'} | {len(all_)} | {span(known)} | {span(seats)} | {span(steps)} |")
-            for tier in () if options.standby else (True, False):
+            for tier in (True, False):
                 cold, recoveries = observe(tier, options.rounds, folder, environment)
                 word = "on" if tier else "off"
                 for one in recoveries:

@@ -120,7 +120,6 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     started = time.perf_counter()
-    print(f"load before: {os.getloadavg()[0]:.1f}")
     with some_hosts("rs", HOSTS, awake=not options.sleeping_cores) as hosts:
         found = measure(hosts, options)
     report(found)

@@ -36,7 +36,6 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("throughput", 6, "raypp's step compared with a bare Schedule1F1B script"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
-    Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
     Benchmark("block_host", 5, "what blocks that are not compiled, and an update, take the host"),
     Benchmark("kernel_counts", 1, "kernels and bytes of a layer's elementwise work, compiled or not; computed"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),

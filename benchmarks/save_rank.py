@@ -33,11 +33,8 @@ def forget_peak() -> None:
 
 
 def save(writer: Writer, number: int) -> Answer:
-    """Runs one save.
-
-    Returns the seconds until it is durable, the CPU seconds of this process, and its peak memory as
-    a fraction of its state.
-    """
+    """Runs one save. Returns the seconds until it is durable, the CPU seconds of this process, and
+    its peak memory as a fraction of its state."""
     forget_peak()
     before, cpu, started = memory()[0], time.process_time(), time.perf_counter()
     writer.begin(number)
@@ -64,12 +61,9 @@ class Training:
         return time.perf_counter() - started
 
     def save(self, number: int) -> Answer:
-        """Runs one save during training.
-
-        Returns the time of a step without a save, the stall of training, and the total cost to
-        training: the time until the save was durable, minus the time that the steps done meanwhile
-        take without it.
-        """
+        """Runs one save during training. Returns the time of a step without a save, the stall of
+        training, and the total cost to training: the time until the save was durable, minus the
+        time that the steps done meanwhile take without it."""
         writer = self.writer
         alone = [self._step() for _ in range(3)]
         started = time.perf_counter()

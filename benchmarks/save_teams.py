@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from pathlib import Path
@@ -12,27 +13,21 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.foreign_writers import python_with_writers
 from benchmarks.save_writers import FOREIGN
 from raypp.ports import free_port
 
 _LIMIT_S = 240.0
 Answers = list[dict[str, Any]]
 
+PLACE = Path("~/.cache/raypp/benchmark-writers").expanduser()
+# s3fs needs a lower bound: with a given boto3, pip would silently choose a version from 2020.
+_PACKAGES = (["s3fs>=2024.6"], ["--no-deps", "s3torchconnector", "s3torchconnectorclient", "tenacity"])
+
 
 class Ranks:
-    """The ranks of one writer, which wait for commands to save.
-
-    Args:
-        python: The interpreter that has the writer's packages.
-        writer: One of `save_writers.WRITERS`.
-        world: Number of ranks.
-        megabytes: State of each rank.
-        environment: Environment variables, including the S3 server.
-
-    Raises:
-        RuntimeError: A rank exited; the message has its last output.
-    """
+    """The ranks of one writer, which wait for commands to save. `python`: has the writer's
+    packages. `megabytes`: of state, in each rank. `environment`: with the S3 server. Raises
+    RuntimeError: a rank exited; the message has its last output."""
 
     def __init__(self, python: str, writer: str, world: int, megabytes: int, environment: dict[str, str]) -> None:
         port = free_port()
@@ -94,15 +89,8 @@ class Ranks:
 class Teams:
     """The ranks of several writers, and the server's cost for each.
 
-    A writer that fails is skipped from then on; `lines` has the reason.
-
-    Args:
-        names: The writers.
-        world: Ranks of each writer.
-        megabytes: State of each rank.
-        environment: Environment variables, including the S3 server.
-        server: The process of the S3 server.
-    """
+    A writer that fails is skipped from then on; `lines` has the reason. `server`: its process; see
+    `Ranks` for the rest."""
 
     def __init__(self, names: list[str], world: int, megabytes: int, environment: dict[str, str], server: int) -> None:
         python: Path | None = None
@@ -148,3 +136,29 @@ class Teams:
     def end(self) -> None:
         for team in self._teams.values():
             team.end()
+
+
+def python_with_writers() -> tuple[Path | None, str]:
+    """Returns a Python with its own s3fs and s3torchconnector, and the torch of this environment.
+    None, if it cannot be made; and its versions, or why."""
+    python = PLACE / "bin" / "python"
+    check = "import s3fs, s3torchconnector.dcp, torch; print(s3fs.__version__, s3torchconnector.__version__)"
+    # It lacks what this environment had when it was made, so another one needs a new one.
+    complete, ours = PLACE / "complete", sysconfig.get_paths()["purelib"]
+    if not complete.exists() or complete.read_text() != ours:
+        try:
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(PLACE)], check=True, capture_output=True)
+            site = next((PLACE / "lib").glob("python*")) / "site-packages"
+            (site / "torch-from-outside.pth").write_text(f"{ours}\n")
+            for packages in _PACKAGES:
+                subprocess.run(
+                    [str(python), "-m", "pip", "install", "--quiet", *packages],
+                    check=True, capture_output=True, timeout=240,
+                )  # fmt: skip
+            complete.write_text(ours)
+        except (subprocess.SubprocessError, OSError) as error:
+            return None, f"skipped: the packages could not be installed ({error})"
+    done = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None, f"skipped: {done.stderr.strip().splitlines()[-1]}"
+    return python, "s3fs {}, s3torchconnector {}".format(*done.stdout.split())

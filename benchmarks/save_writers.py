@@ -160,12 +160,7 @@ class Boto3Parts:
 
 class Dcp:
     """torch's distributed checkpoint: `save` blocks, `async_save` returns once the state is copied.
-
-    Args:
-        place: The place of this rank.
-        writer: Creates the storage writer of a save, given its number.
-        asynchronous: Whether to use `async_save`.
-    """
+    `writer`: creates the storage writer of a save, given its number."""
 
     def __init__(self, place: Place, writer: Callable[[int], Any], asynchronous: bool) -> None:
         dist.init_process_group(

@@ -12,7 +12,6 @@ exact sums without a limit of any cable.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from typing import Any
 
@@ -66,7 +65,6 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    print(f"load before: {os.getloadavg()[0]:.1f}")
     found: dict[str, dict[str, Any]] = {}
     with some_hosts("st", 4) as hosts:
         free_s = run(hosts, "{kind: exact}", 10, 3, options)["step_s"]

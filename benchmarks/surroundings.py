@@ -24,11 +24,8 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def announce(more: str = "") -> None:
-    """Prints a benchmark's header line, and a warning on stderr if other programs use the cores.
-
-    Args:
-        more: What else belongs in the line, such as the version of a library.
-    """
+    """Prints a benchmark's header line, with `more`, such as the version of a library, and a
+    warning on stderr if other programs use the cores."""
     busy, load = busy_cores(), os.getloadavg()[0]
     print(f"{describe()}{', ' if more else ''}{more}\n", flush=True)
     if reason := too_busy(load, busy, os.cpu_count() or 1, after_another=bool(os.environ.get(OWN_LOAD))):
@@ -36,14 +33,9 @@ def announce(more: str = "") -> None:
 
 
 def too_busy(load: float, busy: float, cores: int, *, after_another: bool = False) -> str:
-    """Returns why this machine is too busy to measure; "" if it is quiet.
-
-    Args:
-        load: Load average of the last minute.
-        busy: Cores that are busy now.
-        cores: How many there are.
-        after_another: Whether a benchmark has just ended, so that `load` says nothing.
-    """
+    """Returns why this machine is too busy to measure; "" if it is quiet. `load`: average of the
+    last minute. `busy`: cores that are busy now. `after_another`: a benchmark has just ended, so
+    `load` says nothing."""
     bound = MOST_BUSY * cores
     if busy <= bound and (load <= bound or after_another):
         return ""

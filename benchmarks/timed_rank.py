@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
+from raypp.job.document import Document
 from raypp.job.job import Job
+from raypp.job.job_file import apply_overrides
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.rank.device_check import facts_here
@@ -31,10 +32,7 @@ from raypp.stages.pipeline.wire import SumStart
 
 class StepTimer:
     """Records wall and CPU time when a rank starts to read a step; on rank 0, each step's parts.
-
-    Args:
-        stop_after: Steps after which rank 0 stops the run without a checkpoint; 0: never.
-    """
+    `stop_after`: steps after which rank 0 stops the run without a checkpoint; 0: never."""
 
     def __init__(self, stop_after: int = 0) -> None:
         self._stop_after = stop_after
@@ -79,13 +77,9 @@ def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", ur
         "train": {"steps": steps, "micro_batch_size": ROWS},
         "checkpoint": {"url": url, "every_steps": 0},
     }
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        section, _, inner = key.partition(".")
-        if inner:
-            document[section][inner] = yaml.safe_load(value)
-        else:
-            document[section] = yaml.safe_load(value)
+    written = Document(document)
+    apply_overrides(written, settings)
+    assert not written.problems, written.problems
     return parse_job(document)
 
 

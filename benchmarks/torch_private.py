@@ -48,16 +48,8 @@ def kernels_on_cuda(function: Callable[..., Any], inputs: Sequence[Tensor], fake
 
     Products and attention are not generated. Changes torch in this process: torch for CPUs cannot
     trace for CUDA, but inductor can plan kernels for a graph that was traced on the CPU. Uses
-    `_inductor`'s lowering and scheduler as of 2.13.
-
-    Args:
-        function: Computes a tensor or several, which have a backward if an input has one.
-        inputs: Its inputs, fake tensors on the CPU.
-        fake: The context that they are from.
-
-    Returns:
-        The kernels of the forward, and those of the backward if there is one.
-    """
+    `_inductor`'s lowering and scheduler as of 2.13. `inputs`: fake tensors of `fake`, on the CPU.
+    Returns the kernels of the forward, and those of the backward if an input has one."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler

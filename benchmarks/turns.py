@@ -31,13 +31,8 @@ class Gate:
         self._begun: tuple[float, float] | None = None
 
     def step_begins(self, more: Callable[[], dict[str, Any]] = dict) -> None:
-        """Reports the previous step and waits. Every rank calls it at the start of a step.
-
-        It exits the process when the driver stops.
-
-        Args:
-            more: Additional JSON data about the previous step.
-        """
+        """Reports the previous step, with `more` JSON data, and waits; exits the process when the
+        driver stops. Every rank calls it at the start of a step."""
         if self._stream is None:
             return
         told: dict[str, Any] = {}
@@ -67,16 +62,9 @@ class Turn:
 
 
 class Held:
-    """The driver's end: the ranks of one program.
-
-    Args:
-        commands: The command and environment of each rank.
-        sent: Returns the bytes that each host has sent so far.
-
-    Raises:
-        SystemExit: A rank exited, or was silent for ten minutes. The message has the last output of
-            all ranks.
-    """
+    """The driver's end: the ranks of one program. `commands`: with the environment of each rank.
+    `sent`: returns the bytes that each host has sent so far. Raises SystemExit: a rank exited, or
+    was silent for ten minutes; with the last output of all ranks."""
 
     def __init__(self, commands: Sequence[tuple[list[str], dict[str, str]]], sent: Callable[[], list[int]]) -> None:
         self._sent, self._folder = sent, tempfile.TemporaryDirectory()
