@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from programs import run_program
 from cluster.testbed import Cut, TestBed, why_not
 from cluster.testbed.bed import remove
 from cluster.testbed.network import leftovers
-from raypp.errors import JobError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -122,13 +120,6 @@ def test_a_frozen_host_stands_still_and_a_killed_one_is_empty(bare: TestBed) -> 
     assert process.wait(5) != 0
 
 
-def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> None:
-    ask = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
-    for host in (0, 1):
-        said = bare.run(host, [sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
-        assert said == [bare.network.hostname(host), bare.network.address(host)]
-
-
 def test_what_a_killed_owner_left_is_removed_by_name() -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -153,36 +144,6 @@ def test_what_a_killed_owner_left_is_removed_by_name() -> None:
     assert not list(Path("/etc/netns").glob(f"rt-{name}-*"))
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not remove(name)
-
-
-def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed) -> None:
-    with TestBed.up(bed_name(), hosts=1, ray=False, store=False) as other:
-        assert other.network.subnet != bare.network.subnet
-        with pytest.raises(JobError, match="already exists"):
-            TestBed.up(other.network.name, ray=False, store=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"name": "Too-Long-A-Name"}, "is not a valid name"),
-        ({"rate": "fast"}, "is not a rate"),
-        ({"hosts": 0}, "0 hosts"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_made(arguments: dict[str, Any], said: str) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    with pytest.raises(JobError, match=said):
-        TestBed.up(**{"name": "b1", "ray": False, "store": False} | arguments)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="is about what root may do")
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    reason = why_not()
-    assert reason is not None
-    assert "need root" in reason
 
 
 _BESIDE_DOCKER = """

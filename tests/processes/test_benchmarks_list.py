@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from programs import run_program, run_python
 
-from benchmarks.gpu_single import variants
 from benchmarks.run import BENCHMARKS, PARTS
 from benchmarks.surroundings import too_busy
-from benchmarks.timed_rank import job_of
-from raypp.planning.fit_search import memory_problems
 
 PLACE = Path(__file__).parents[2]
 
@@ -56,14 +53,3 @@ def test_a_busy_machine_is_noticed() -> None:
 def test_each_says_what_it_does_and_runs_nothing(name: str) -> None:
     shown = run_python("-m", f"benchmarks.{name}", "--help", cwd=PLACE, timeout=120).stdout
     assert "usage:" in shown and f"benchmarks.{name}" in shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seq_len", [4096, 32768])
-@pytest.mark.parametrize("model", ["1b", "8b"])
-def test_with_full_recomputation_every_model_of_gpu_single_fits_into_80_gb(model: str, seq_len: int) -> None:
-    for variant in variants([model], [seq_len]):
-        job = job_of(variant.arguments("bf16")[1::2], world=1, steps=1)
-        assert not job.checkpoint.memory_tier, "its first snapshots would fall into the timed steps"
-        if "recomputation full" in variant.name and "fp32" not in variant.name:
-            assert memory_problems(job, int(79.1 * 2**30)) == [], variant.name

@@ -200,10 +200,8 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
     ("words", "reported"),
     [
         (["MODEL"], "does not name any data\n  fix: give --data PATH"),
-        (["MODEL", "--data", "empty.txt"], "empty.txt contains no documents"),
         (["MODEL", "--data", "nowhere.txt"], "--data: there is no nowhere.txt"),
         (["MODEL", "--data", "held.txt", "--set", "data.tokenizer=large.json"], "data.tokenizer: does not fit"),
-        (["MODEL", "--data", "held.txt", "--set", "data.no_such=1"], "no_such"),
         (["MODEL", "--mesh", "pp=5", "--data", "held.txt"], "has more ranks than"),
         (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], "is not pp=N\n  fix: give the number"),
         (["MODEL", "--tasks", "nowhere.yaml"], "there is no file"),

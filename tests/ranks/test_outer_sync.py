@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_in_turn, run_ranks
+from harness import run_ranks
 from local_run import AttemptReports, Kill, LocalRun, same, snapshots_keep_up
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from training import Changed, document, seat_of, thinned, without_labels
@@ -24,14 +24,11 @@ from training import Changed, document, seat_of, thinned, without_labels
 from raypp import ports
 from raypp.job.load import parse_job
 from raypp.rank.data.loader import Loader, Microbatch, open_loader
-from raypp.rank.data.packing import Row
 from raypp.rank.fault_injection import VARIABLE
-from raypp.rank.optimizers.reduce import GradientReducer
 from raypp.rank.step import resume
 from raypp.rank.step.step import StepRunner
 from raypp.records import AXES, Coordinates
 from raypp.stages.parallel.outer_sync import OuterSync, fragments_of
-from raypp.stages.parallel.replica_sums import ReplicaSums
 from raypp.state.checkpoint.save import CheckpointSaver
 from raypp.state.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESIDUAL
 from raypp.tools.parity import train_some_steps, whole
@@ -182,76 +179,6 @@ def test_outer_steps_of_adamw_have_the_bits_of_a_reference(way: str) -> None:
         assert same_in == (set(range(sync.fragments)) if step == steps else due) and not same_in & not_in
 
 
-# Exact arithmetic
-
-
-def cropped(row: Row) -> Row:
-    """Leaves 16 labels in a row, so that tokens are a power of two."""
-    assert (row.labels != -100).sum() >= 16
-    return replace(row, labels=np.where(np.cumsum(row.labels != -100) <= 16, row.labels, -100))
-
-
-def all_cropped(step: list[Microbatch]) -> list[Microbatch]:
-    return [Microbatch(tuple(map(cropped, one.rows))) for one in step]
-
-
-def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
-    """Trains with weights and each replica's gradient rounded so coarsely that sums are exact."""
-    gradients, start_of = GradientReducer.gradients, ReplicaSums._start_of
-
-    def rounded(self: GradientReducer) -> list[torch.Tensor]:
-        found = gradients(self)
-        for gradient in found:
-            gradient.mul_(2**8).round_().div_(2**8)
-        return found
-
-    def before_the_sum(self: ReplicaSums, flat: Any) -> Callable[[torch.Tensor], None]:
-        start = start_of(self, flat)
-        return lambda gradient: start(gradient.mul_(2**8).round_().div_(2**8))
-
-    def coarse(step: int, runner: StepRunner) -> None:
-        for module in runner.built.modules if step == 1 else ():
-            for parameter in module.parameters():
-                parameter.data.mul_(2**14).round_().div_(2**14)
-
-    GradientReducer.gradients, ReplicaSums._start_of = rounded, before_the_sum  # type: ignore[method-assign]
-    try:
-        return train(rank, world, port, job, steps, lambda loader, _: Changed(loader, all_cropped), coarse)
-    finally:
-        GradientReducer.gradients, ReplicaSums._start_of = gradients, start_of  # type: ignore[method-assign]
-
-
-SGD = {"optimizer": {"kind": "sgd", "lr": 0.125, "momentum": 0.0, "weight_decay": 0.0}, "clip_norm": None,
-       "lr_schedule": {"kind": "constant", "warmup_steps": 0}}  # fmt: skip
-
-LONG = {"kind": "synthetic", "num_documents": 400, "document_len": [20, 50], "seq_len": 64}
-
-
-@pytest.mark.parametrize("replicas", thinned([2, 4], [2]))
-def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_rounded(replicas: int) -> None:
-    jobs = [
-        document(dp_replicate=replicas, microbatches=2 * replicas, data=LONG, train={**SGD, **sync})
-        for sync in (outer(lr=1.0, momentum=0.0, every=1), {"sync": {"kind": "exact"}})
-    ]
-    apart, together = (ranks[0] for ranks in run_in_turn(replicas, on_a_grid, [(job, 3) for job in jobs]))
-    assert not same(apart[0], apart[1]), "nothing was trained"
-    assert [same(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
-
-
-def same_rows(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
-    """Trains on the first replica's rows everywhere."""
-    parsed = parse_job(job)
-    wrap = lambda _, __: open_loader(parsed, 0, 2)  # noqa: E731
-    return train(rank, world, port, job if world > 1 else {**job, "mesh": {}}, steps, wrap)
-
-
-def test_replicas_that_computed_the_same_keep_it_with_lr_1_and_no_momentum() -> None:
-    job = two_replicas(lr=1.0, momentum=0.0, steps=8)
-    (alone,) = run_ranks(1, same_rows, job, 4)
-    for one in run_ranks(2, same_rows, job, 4):
-        assert [same(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
-
-
 # Every mesh and precision
 
 
@@ -293,14 +220,6 @@ def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
     for one, other in pairs:
         equal = [same(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
         assert equal == [False, True, False, True]
-
-
-@pytest.mark.slow
-def test_offload_changes_no_bit() -> None:
-    job = CASES["fsdp, bf16, offload"]
-    kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
-    offloaded, here = (ranks[0] for ranks in run_in_turn(4, train, [(job, 4), (kept, 4)]))
-    assert all(same(one, other) for one, other in zip(offloaded, here, strict=True))
 
 
 # Between outer steps

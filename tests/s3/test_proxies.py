@@ -41,21 +41,6 @@ def test_a_store_on_loopback_is_reached_without_the_proxy(
     assert squid.seen == []
 
 
-def test_a_store_on_loopback_that_a_profile_names_is_reached_without_the_proxy(
-    squid: FaultProxy, seaweed_server: SeaweedServer, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
-    (tmp_path / "config").write_text(
-        f"[profile mine]\nendpoint_url = {seaweed_server.endpoint}\nregion = us-east-1\n"
-        f"aws_access_key_id = {seaweed_server.access_key}\naws_secret_access_key = {seaweed_server.secret_key}\n"
-    )
-    for name in seaweed_server.environment():
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_PROFILE", "mine")
-    open_store(f"s3://{BUCKET}/{run}").probe()
-    assert squid.seen == []
-
-
 def test_given_keys_are_used_without_a_search_for_others(
     squid: FaultProxy, seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:

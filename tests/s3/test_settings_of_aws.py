@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -263,30 +260,3 @@ def test_what_counts_is_the_server_that_boto3_will_ask_not_the_variable(
     config: Any = S3Clients(access_key="a", secret_key="s").current.meta.config
     assert (config.s3 or {}).get("addressing_style") == style
     assert config.request_checksum_calculation == ("when_required" if style else "when_supported")
-
-
-@pytest.mark.gate
-@pytest.mark.usefixtures("keys")
-def test_a_second_client_reads_no_description_of_services_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    S3Clients()
-    with opened_files() as opened:
-        S3Clients()
-    assert not [path for path in opened if "botocore/data" in path]
-
-
-@contextmanager
-def opened_files() -> Iterator[list[str]]:
-    """Collects the files that this process opens. A hook cannot be removed: it is idle after."""
-    opened: list[str] = []
-    on = True
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if on and event == "open":
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(hook)
-    try:
-        yield opened
-    finally:
-        on = False

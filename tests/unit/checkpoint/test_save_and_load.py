@@ -13,7 +13,6 @@ import pytest
 import torch
 from collecting_reporter import CollectingReporter
 from in_one_process import InOneProcess
-from safetensors import safe_open
 from safetensors.torch import load_file
 from stand_in_clock import StandInClock, wait_until
 from torch import nn
@@ -177,15 +176,6 @@ def test_an_object_is_a_safetensors_file_with_global_names_and_every_bit(store: 
     assert same(loaded, state) and all(loaded[name].dtype == state[name].dtype for name in state)
 
 
-def test_a_model_only_copy_is_what_safetensors_reads_without_the_optimizers_names(store: DirectoryStore) -> None:
-    stage, _ = saved(store)
-    with safe_open(store.root / rank_key(RUN, 3, 1, 0), framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys() if not name.startswith("optim/")}  # noqa: SIM118
-    fresh = model(seed=1)
-    fresh.load_state_dict(weights, strict=True)
-    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in stage.state_dict().items())
-
-
 @pytest.mark.parametrize("place", [3, 100, 40_000, BLOCK_BYTES + 5, -1])
 def test_a_flipped_byte_anywhere_is_found_and_nothing_is_changed(store: DirectoryStore, place: int) -> None:
     saved(store)
@@ -241,18 +231,6 @@ def test_a_tied_weight_comes_back_tied(store: DirectoryStore) -> None:
     fresh, fresh_optimizer = restored(store, 1, tied(1))
     assert fresh[0].weight is fresh[1].weight
     assert same_state(stage, fresh, optimizer, fresh_optimizer)
-
-
-def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) -> None:
-    for step, momentum in ((1, 0.0), (2, 0.9)):
-        sgd = lambda stage, momentum=momentum: torch.optim.SGD(stage.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
-        stage = model()
-        optimizer = sgd(stage)
-        train(stage, optimizer, 2)
-        saving = saver(store, CollectingReporter())
-        saving.save(step, [stage], optimizer, {})
-        assert saving.wait() == step
-        assert same(state_of(stage, optimizer), state_of(*restored(store, step, optimizer=sgd)))
 
 
 class SlowStore(DirectoryStore):
@@ -321,15 +299,6 @@ def test_saves_that_fail_are_one_event_until_one_succeeds_and_training_goes_on(t
         assert saving.wait() == (None if step < 4 else 4)
     assert reporter.kinds() == ["save_failed", "committed", "save_failed"]
     assert "rank 0 tries again: the server is having a bad day" in reporter.events[0].message
-
-
-def test_a_save_is_tried_again_until_the_store_takes_it(tmp_path: Path) -> None:
-    store = FailingStore(tmp_path, 10**9)
-    saving, reporter = begun(store)
-    wait_until(lambda: saving.progress is SaveProgress.STUCK)
-    store.failures = 0
-    wait_until(lambda: saving.progress is SaveProgress.OVER)
-    assert saving.wait() == 1 and reporter.kinds() == ["save_failed", "committed"]
 
 
 def test_a_save_that_is_due_gives_up_one_that_the_store_does_not_take(tmp_path: Path) -> None:
@@ -450,15 +419,6 @@ def test_committed_objects_are_not_written_again_by_the_same_attempt_number(stor
     saving.wait()
     assert store.get(rank_key(RUN, 3, 1, 0)) == before
     assert "already committed" in reporter.events[0].message
-
-
-def test_only_the_newest_are_kept(store: DirectoryStore) -> None:
-    reporter, stage = CollectingReporter(), model()
-    optimizer, saving = adamw(stage), saver(store, reporter, keep=2)
-    for step in (1, 2, 3):
-        saving.save(step, [stage], optimizer, {})
-    saving.wait()
-    assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [2, 3]
 
 
 def test_a_snapshot_buffer_is_not_used_twice_at_once_but_again_after_release() -> None:

@@ -18,7 +18,6 @@ from raypp.records import Coordinates, Event, RunState, StepReport
 from raypp.state.run_records.json_lines import LogLine, document
 from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import STATUS_KEYS, RankStatus, RunStatus
-from raypp.storage import open_store
 
 MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
 RANKS = tuple(
@@ -41,13 +40,6 @@ def record(store, status=STATUS, events=(), logs=(), steps=()):
         for line in logs:
             recorder.log(line)
         recorder.status(status)
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
-    return open_store(str(tmp_path / "store"))
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ def test_every_command_of_the_table_is_there_under_its_name_and_has_help(name: s
         (["chat"], "there is no command 'chat'; did you mean 'generate RUN --chat'?"),
         (["plan"], "Missing argument 'JOB'"),
         (["plan", QUICKSTART, "--sett", "x"], "No such option"),
-        (["plan", QUICKSTART, "--link-gbps", "0"], "--link-gbps"),
         (["plan", "none.yaml"], "none.yaml: does not exist"),
         (["explain", "mesh.ppp"], "did you mean mesh.pp?"),
         (["list-kinds", "foo"], "use one of model.kind"),

@@ -19,19 +19,13 @@ from raypp.state.run_records.json_lines import document
 from raypp.state.run_records.reader import RunReader
 from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import RunStatus
-from raypp.storage import StoreError, open_store
+from raypp.storage import StoreError
 
 STATUS = RunStatus("r", RunState.RUNNING, 0, 100, mesh={"pp": 1})
 
 
 def report(step: int, attempt: int = 1, loss: float | None = None) -> StepReport:
     return StepReport(step, 5.0 - step / 50 if loss is None else loss, 0.5, 1000, 64, 0.1, 10000.0, attempt)
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
-    return open_store(str(tmp_path / "store"))
 
 
 def place_of(store) -> RunPlace:

@@ -22,7 +22,7 @@ from raypp.state.checkpoint.run_spec import write_decision
 from raypp.state.run_records.json_lines import document, step_line
 from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import RankStatus, RunStatus
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import ObjectStore
 from raypp.tools.report.charts import COLUMNS, means, thinned
 
 MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
@@ -72,14 +72,6 @@ class Page(html.parser.HTMLParser):
         found += [f"not closed: {name}" for name in (*self.unclosed, *self.open)]
         policy = next(given["content"] for name, given in self.tags if given.get("http-equiv"))
         return found + ([] if policy and policy.startswith("default-src 'none'") else ["no policy"])
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return open_store(str(tmp_path / "s"))
 
 
 def write(store: ObjectStore, name: str = "r", lr: float = 0.001) -> None:

@@ -63,11 +63,6 @@ class _AtUpload(Dashboard):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
-    return DirectoryStore(tmp_path / "store")
-
-
-@pytest.fixture
 def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     path = tmp_path / "job.yaml"
     path.write_text("name: mine\ndata: {kind: synthetic}\n")

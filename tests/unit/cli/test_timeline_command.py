@@ -18,18 +18,10 @@ from raypp.state.run_records.reader import RunReader
 from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import RunStatus
 from raypp.state.run_records.trace import RankTrace, TracePlace, newest_trace
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import ObjectStore
 from raypp.tools.trace_analysis import analyse, measured_links
 
 LINKS = Event("lookahead", "chosen", time=1.5e9, attempt=1, details={"link_s": [0.005]})
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return open_store(str(tmp_path / "s"))
 
 
 def write(store: ObjectStore, trace: list[RankTrace], state: RunState = RunState.SUCCEEDED) -> None:

@@ -225,7 +225,6 @@ _HEAD = (
         ("raypp.errors.Problem: not an error", "raypp.errors.Problem: not an error", 1),
         ("raypp.not_there.JobError: x", "raypp.not_there.JobError: x", 1),
         ("ModuleNotFoundError: No module named 'boto3'", "ModuleNotFoundError: No module named 'boto3'", 1),
-        ("KeyError", "KeyError", 1),
     ],
 )
 def test_an_error_of_the_constructor_is_shown_in_its_own_words(error: str, words: str, code: int) -> None:

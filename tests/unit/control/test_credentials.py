@@ -16,7 +16,6 @@ from raypp.control.clusters.find import Cluster, lend_store_settings
 from raypp.control.clusters.local import LocalCluster, S3Process
 from raypp.control.credentials import SECRETS, SETTINGS
 from raypp.control.find_run import find_run
-from raypp.errors import JobError
 from raypp.kinds import STORES
 from raypp.own_process import OwnProcess
 from raypp.user_folder import write_private
@@ -97,12 +96,6 @@ def test_the_embedded_cluster_s_token_is_sent_to_it_by_any_of_its_names(
     embedded: LocalCluster, address: str | None
 ) -> None:
     assert find.find_cluster(address).embedded == embedded
-
-
-@pytest.mark.usefixtures("embedded")
-def test_the_gcs_port_of_the_embedded_cluster_is_named() -> None:
-    with pytest.raises(JobError, match=r"GCS port\n  fix: use http://127.0.0.1:8265"):
-        find.find_cluster("127.0.0.1:6379")
 
 
 def test_auto_is_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
     [
         ("cpu", "", "fp32", "train.precision: auto is fp32 on CPUs"),
         ("cuda", "NVIDIA H100 80GB HBM3", "bf16", "train.precision: auto is bf16 on these GPUs"),
-        ("cuda", "NVIDIA RTX 2000 Ada Generation", "bf16", "train.precision: auto is bf16 on these GPUs"),
         (
             "cuda",
             "Tesla T4",

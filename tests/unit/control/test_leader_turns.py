@@ -15,10 +15,9 @@ from stand_in_workers import Devices, StandIns, Workers, stand_still
 
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
-from raypp.control import rank_ends, watchers
+from raypp.control import watchers
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
-from raypp.control.recovery.cause_of_death import Death
 from raypp.control.recovery.policy import policy_of
 from raypp.control.report import reports
 from raypp.control.report.reports import Recovery
@@ -218,17 +217,6 @@ def test_of_a_hang_of_nobody_all_ranks_are_restarted_and_no_process_is_ended(lea
     assert [event.message for event in leader.events("network")] == ["all work"]
 
 
-def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) -> None:
-    leader.seat()
-    leader.step_done(9)
-    leader._turn()
-    clock.advance(60)
-    for rank in range(4):
-        leader.hear(rank, "step 9", 60.0)
-    leader._turn()
-    assert leader.machine.phase is m.RunPhase.RUNNING and leader.failures() == []
-
-
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_rank_that_gets_a_notice_to_end_is_saved_first_if_there_is_time(
     leader: Led, clock: StandInClock, saved: bool
@@ -273,18 +261,6 @@ def test_a_drained_node_is_left_after_a_save_with_new_devices_and_processes(
     assert leader.machine.history[-1].failures[0].kind is FailureKind.PREEMPTED
 
 
-def test_a_node_that_an_attempt_has_lost_is_avoided_before_ray_knows(
-    leader: Led, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_ends, "cause_of_worker_death", lambda *_: Death(FailureKind.NODE_LOST, "no answer"))
-    leader.seat()
-    for rank in (2, 3):
-        leader.attempt.tells(rank, ActorDiedError())
-    leader.end()
-    assert leader.failures() == [(2, "node_lost"), (3, "node_lost")]
-    assert set(leader._placement.lost_nodes._since) == {"2"}
-
-
 def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted controller must know why the ranks ended."""
     leader.seat()
@@ -302,15 +278,6 @@ def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkey
     leader.reports.request_stop(save=True)
     leader._turn()
     assert len(leader.events("stop_requested")) == 1, "asked again, it is recorded once"
-
-
-def test_data_that_are_wrong_end_the_run_at_once_with_the_exit_code_of_wrong_input(leader: Led) -> None:
-    leader.seat()
-    leader.attempt.tells(1, RankFailure(1, "pp0-fsdp1", "10.0.0.1", 101, FailureKind.USER_ERROR, "all wrong"), False)
-    leader.end()
-    assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("FAILED", 2)
-    assert "all wrong" in leader.outcome.reason and leader.machine.restarts == 0
-    assert (leader.reader.status() or {})["error"] == leader.outcome.reason
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(FailureKind.SAVE_FAILED, True), (FailureKind.RAISED, False)])

@@ -17,10 +17,8 @@ from raypp.failure_kinds import FailureKind
 from raypp.rank.joining.device_memory import DeviceMemoryError
 from raypp.rank.joining.lost_peer import LostPeerError
 from raypp.rank.step.nonfinite import BrokenWeightsError, NonFiniteError
-from raypp.rank.step.replicas import ReplicasDifferError
 from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
-from raypp.storage.store import AccessRefused
 
 
 class StruckError(RayppError):
@@ -34,11 +32,9 @@ class StruckError(RayppError):
     [
         (ValueError("no"), "raised", "ValueError: no"),
         (DataError("all wrong"), "user_error", "all wrong"),
-        (JobError("no such model"), "user_error", "no such model"),
         (LostPeerError("gone"), "lost_peer", "gone"),
         (NonFiniteError("step 3: the loss is nan"), "nonfinite", "the loss is nan"),
         (BrokenWeightsError("step 3"), "corrupt", "step 3"),
-        (ReplicasDifferError("not the same bits"), "corrupt", "not the same bits"),
         (StruckError("by lightning"), "corrupt", "by lightning"),
         (DeviceMemoryError("out of device memory"), "device_out_of_memory", "device"),
         (MemoryError("big"), "out_of_memory", "host"),
@@ -46,7 +42,6 @@ class StruckError(RayppError):
         (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "/mnt/y"), "disk_full", "/mnt/y is full"),
         (StoreError("503"), "store_down", "the store does not respond, or refuses requests: 503"),
-        (AccessRefused("403"), "store_down", "403"),
         (CheckpointError("torn"), "raised", "torn"),
         (UnreachableError("no route"), "unreachable", "no route"),
     ],

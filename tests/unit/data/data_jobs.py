@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
+from raypp.errors import RayppError
 from raypp.job.job import Job
 from raypp.rank.data.corpus import Corpus
 from raypp.rank.data.loader import Loader, open_loader
@@ -62,3 +64,12 @@ def texts_of(corpus: Corpus) -> list[str]:
     documents = [corpus.ids(i).tolist() for i in range(len(corpus))]
     assert all(document[-1] == END for document in documents)
     return [bytes(document[:-1]).decode() for document in documents]
+
+
+def refused(**data: Any) -> str:
+    """Opens a job's data, which must have exactly one problem; returns it as `key: what`."""
+    with pytest.raises(RayppError) as caught:
+        open_documents(job(**data))
+    (problem,) = caught.value.problems
+    assert problem.fix
+    return f"{problem.key}: {problem.fault}"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_jobs import as_lists, data_identity, job, loading, rows_of
+from data_jobs import as_lists, data_identity, job, loading, refused, rows_of
 
-from raypp.errors import RayppError
 from raypp.kinds import SOURCES
 from raypp.rank.data.sources import check_data, open_documents
 
@@ -76,14 +75,6 @@ def test_files_are_found_by_their_ending_in_a_folder_and_their_content_counts(na
     shutil.copy(sample, tmp_path / f"second{sample.suffix}")
     assert len(open_documents(folder).train) == 2 * len(open_documents(sampled(name)).train)
     assert data_identity(folder) != data_identity(sampled(name))
-
-
-def refused(**data: Any) -> str:
-    with pytest.raises(RayppError) as caught:
-        open_documents(job(**data))
-    (problem,) = caught.value.problems
-    assert problem.fix
-    return f"{problem.key}: {problem.fault}"
 
 
 @pytest.mark.parametrize("name", FILE_KINDS)

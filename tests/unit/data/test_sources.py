@@ -7,20 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_jobs import as_lists, job, loading, rows_of, texts_of
+from data_jobs import as_lists, job, loading, refused, rows_of, texts_of
 
-from raypp.errors import DataError, RayppError
+from raypp.errors import DataError
 from raypp.rank.data import tokenizer
 from raypp.rank.data.sources import check_data, job_tokenizer, open_documents
-
-
-def refused(**data: Any) -> str:
-    """Opens a job's data, which must have exactly one problem; returns it as `key: what`."""
-    with pytest.raises(RayppError) as caught:
-        open_documents(job(**data))
-    (problem,) = caught.value.problems
-    assert problem.fix
-    return f"{problem.key}: {problem.fault}"
 
 
 def test_files_of_a_directory_or_a_glob_come_in_order_of_name(tmp_path: Path) -> None:
@@ -106,7 +97,6 @@ def test_token_files_are_mapped_and_cut_at_the_end_id(tmp_path: Path) -> None:
         (np.array([1, 2, 320]), "[2] is 320, but model.vocab_size is 320"),
         (np.array([1, -1]), "[1] is -1"),
         (np.array([1, 256, 256, 2]), "document 1 (at [2]) is a document without a token"),
-        (np.array([256, 1]), "document 0 (at [0]) is a document without a token"),
     ],
 )
 def test_token_files_that_are_none_are_named(tmp_path: Path, array: np.ndarray[Any, Any], what: str) -> None:

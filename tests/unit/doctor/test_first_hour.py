@@ -73,7 +73,6 @@ PLAN = json.dumps({"predictions": [{"tokens_per_s": 300.0}], "played": [{"total"
         (6, [END, PLAN], "100 tokens/s, where the plan expects 300"),
         (9, [END, LOSSES, LOSSES], "0 restarts, where 2 were expected"),
         (9, [END | {"restarts": 2}, LOSSES, LOSSES], ""),
-        (9, [END | {"restarts": 2}, LOSSES.replace("0.5", "0.6"), LOSSES], "the loss of step 2 is 0.6, not 0.5"),
         (9, [END | {"restarts": 2}, "", LOSSES], "the loss of step 1 is None, not 1.0"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -207,15 +206,6 @@ def test_a_generation_config_that_is_none_is_not_copied(content: bytes, said: st
     files = files_of(str(source), 6)
     assert said in files.remarks[0]
     assert json.loads(files.files["generation_config.json"]) == {"pad_token_id": 3, "eos_token_id": 3}
-
-
-def test_special_files_beside_a_tokenizer_are_left_alone(tmp_path: Path) -> None:
-    source = words_file(tmp_path / "source")
-    os.mkfifo(source.parent / "chat_template.jinja")
-    (source.parent / "merges.txt").mkdir()
-    assert set(files_of(str(source), 6).files) == {
-        "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-    }  # fmt: skip
 
 
 def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:

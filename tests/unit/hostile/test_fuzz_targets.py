@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
-from random import Random
 
 import pytest
-from click.testing import CliRunner
 
 from raypp.errors import CheckpointError
-from tests.fuzz import Target, all_targets, mutations, runner
-from tests.fuzz.__main__ import main
+from tests.fuzz import Target, all_targets, runner
 
 TARGETS = all_targets()
 _MUTATIONS = 10
@@ -75,20 +71,3 @@ def test_what_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_much_memory_is_found(no_hurry: None) -> None:
     one = runner.execute(Target("x.y", _takes_memory, [b"{}"], ()), b"{}")
     assert one.failure is not None and "MB, more than 200 MB" in one.failure
-
-
-def test_mutations_come_again_and_differ() -> None:
-    samples = [json.dumps({"a": [1, {"b": "c"}], "d": 2.5, "e": json.dumps({"f": 1})}).encode()]
-    header = b'{"a": {"shape": [1]}}'
-    samples.append(len(header).to_bytes(8, "little") + header + b"\x00" * 16)
-    samples.append(b'{"a": 1}\n{"b": 2}\n')
-    once, again = ([mutations.mutated(Random(f"1/{n}"), samples) for n in range(300)] for _ in range(2))
-    assert once == again
-    assert len(set(once)) > 200
-
-
-def test_a_saved_input_is_given_to_its_target_again(tmp_path: Path, no_hurry: None) -> None:
-    path = tmp_path / "documents.json-1-5"
-    path.write_bytes(b"[")
-    answer = CliRunner().invoke(main, ["--replay", str(path)])
-    assert answer.exit_code == 0 and "refused: " in answer.output

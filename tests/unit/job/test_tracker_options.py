@@ -62,7 +62,6 @@ def test_a_tracker_is_listed_once() -> None:
     [
         ("wandb", {}, "WANDB_API_KEY is not set | set WANDB_API_KEY"),
         ("wandb", {"WANDB_MODE": "offline"}, ""),
-        ("wandb", {"WANDB_API_KEY": "k"}, ""),
         (OFFLINE, {}, ""),
         ({"kind": "wandb", "options": {"mode": "of"}}, {}, "must be online or offline"),
         ("mlflow", {}, "MLFLOW_TRACKING_URI is not set | set MLFLOW_TRACKING_URI to your server; offline, use a file"),

@@ -85,7 +85,6 @@ def assert_all_hold(job: Job, found: Fitting, card: str, gbps: float = 1.0) -> N
             marks=pytest.mark.slow,
         ),
         ({"mesh": {"pp": 1}, "train": {"micro_batch_size": 4}}, 7),
-        pytest.param({"mesh": {"pp": 1, "fsdp": 2}, "train": {"micro_batch_size": 1}}, 6, marks=pytest.mark.slow),
         pytest.param(
             {"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 4}}, 7, marks=pytest.mark.slow
         ),

@@ -80,7 +80,6 @@ def test_every_row_of_the_table_is_tested_by_a_text_that_reaches_it() -> None:
     [
         (_REMOTE, "socketProgress: Connection closed by remote peer 10.0.0.2<41000>"),
         (_REMOTE, "Call to ibv_modify_qp failed with 110 Connection timed out"),  # an older error's text
-        (_SYSTEM, "socketProgress: Connection closed by remote peer node-b<41000>"),
         (
             _SYSTEM,
             "socketPollConnect: connect to 10.0.0.2<41> returned refused, exceeded error retry count after 9 attempts",

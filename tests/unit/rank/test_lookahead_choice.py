@@ -64,24 +64,6 @@ def test_schedules_without_a_deeper_warmup_say_so(schedule: str, stages_per_rank
     assert choice.best.lookahead == 0 and choice.words().endswith("this schedule has no deeper warm-up")
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_schedules_with_several_stages_per_rank_look_ahead_where_it_pays(schedule: str) -> None:
-    pipeline = pipeline_of(pp=4, schedule=schedule, stages_per_rank=2, microbatches=32)
-    slow = choose(pipeline, figures(8, 0.4))
-    classic = slow.candidates[0]
-    assert slow.best.lookahead > 0 and f"{classic.step_s:.2f} s with 0" in slow.words()
-    assert slow.best.step_s < 0.87 * classic.step_s
-    assert slow.best.timeline.in_flight_on_rank > classic.timeline.in_flight_on_rank
-    room = max(classic.timeline.in_flight)
-    assert choose(pipeline, figures(8, 0.4, room=room)).best.lookahead < slow.best.lookahead
-
-
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv", "dualpipev"])
-def test_a_free_link_needs_no_lookahead(schedule: str) -> None:
-    pipeline = pipeline_of(pp=4, schedule=schedule, stages_per_rank=2, microbatches=32)
-    assert choose(pipeline, figures(8, 0.0)).best.lookahead == 0
-
-
 def test_split_backwards_are_simulated_with_their_two_parts() -> None:
     numbers = figures(4, 0.0)
     numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage's input needs no gradient

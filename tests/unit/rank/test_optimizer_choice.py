@@ -67,15 +67,6 @@ def test_what_muon_leaves_to_adamw_gets_adamws_bits() -> None:
             assert torch.equal(a, b), name
 
 
-def test_muons_updates_have_about_the_size_of_adamws() -> None:
-    module = stage()
-    before = [p.detach().clone() for p in module.parameters()]
-    build_optimizer([module], OptimizerOptions(kind="muon", lr=1.0, weight_decay=0.0)).step()
-    for old, (name, new) in zip(before, module.named_parameters(), strict=True):
-        if name.startswith("model.layers.") and new.ndim > 1:
-            assert 0.1 < float((new.detach() - old).square().mean().sqrt()) < 0.3, name
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon of its own to compare with")
 def test_muon_agrees_with_torchs_own_in_bf16() -> None:
     ours, theirs = (torch.nn.Parameter(torch.eye(24, 16)) for _ in range(2))
