@@ -20,7 +20,6 @@ _claims: deque[socket.socket] = deque()
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Returns the family of an IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

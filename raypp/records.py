@@ -183,7 +183,6 @@ class Seat:
         return self.coordinates.replica(self.mesh_sizes)
 
     def event(self, kind: EventKind, message: str, step: int | None = None, **details: Any) -> Event:
-        """Returns an event of this rank."""
         return Event(kind, message, attempt=self.attempt, step=step, rank=self.rank, node=self.node, details=details)
 
 

@@ -305,6 +305,5 @@ _STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "rank": "bold"
 
 
 def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
-    """Returns the picture of a schedule in colours."""
     pieces = ((text, _STYLES.get(kind, "dim")) for text, kind in drawn(ranks, width))
     return Lines.assemble(*pieces, no_wrap=True)

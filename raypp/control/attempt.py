@@ -54,14 +54,10 @@ class AttemptPhase(StrEnum):
 
 @dataclass
 class Attempt:
-    """One attempt of a run. Its processes may have taken part in earlier ones.
-
-    Args:
-        job: With the mesh of this attempt.
-        decide: Returns what is decided for it, given whether all its nodes have a C compiler,
-            and the rate of the slowest network; 0 if unknown.
-        on_unwritten: Called with the reports that an ended rank could not send itself.
-    """
+    """One attempt of a run. Its processes may have taken part in earlier ones. `job`: with the mesh
+    of this attempt. `decide`: returns what is decided for it, given whether all its nodes have a C
+    compiler, and the rate of the slowest network; 0 if unknown. `on_unwritten`: called with the
+    reports that an ended rank could not send itself."""
 
     job: Job
     number: int

@@ -35,7 +35,6 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Prints a report of a driver."""
     print(REPORT + json.dumps(report), flush=True)  # noqa: T201
 
 

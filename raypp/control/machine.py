@@ -107,13 +107,9 @@ class Start:
 
 @dataclass(frozen=True)
 class TakenOver:
-    """The controller was killed, and another process has read its machine.
-
-    Attributes:
-        attempt: The last attempt that was claimed.
-        alive: Ranks of that attempt are left.
-        step: The last step that is known to be done.
-    """
+    """The controller was killed, and another process has read its machine. `attempt`: the last
+    attempt that was claimed. `alive`: ranks of that attempt are left. `step`: the last step that is
+    known to be done."""
 
     attempt: int
     committed_step: int | None = None

@@ -74,7 +74,6 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The last finished step; after a resume, the step it starts from."""
         return self._status.step
 
     def machine(self, machine: Machine) -> None:
@@ -139,7 +138,6 @@ class RunRecord:
             self.add_step(report)
 
     def status(self) -> RunStatus:
-        """Returns the current status."""
         return self._status
 
     def seconds_left(self) -> float | None:
@@ -301,7 +299,6 @@ class RunGauges:
         self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
 
     def step(self, report: StepReport) -> None:
-        """Sets the gauges of a step."""
         for one in names.QUANTITIES:
             if one.gauge is not None:
                 self._set(one.gauge, getattr(report, one.name))
@@ -313,7 +310,6 @@ class RunGauges:
             self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)
 
     def status(self, status: RunStatus, committed_step: int | None) -> None:
-        """Sets the gauges of the run's status."""
         self._set(names.STEPS, status.steps)
         self._set(names.ATTEMPT, status.attempt)
         self._set(names.RESTARTS, status.restarts)

@@ -42,7 +42,6 @@ class Turn:
     now: float = field(default_factory=lambda: time.monotonic())
 
     def event(self, kind: EventKind, rank: Rank, message: str, **details: Any) -> Event:
-        """Returns an event of a rank."""
         return Event(kind, message, attempt=self.attempt.number, rank=rank.rank, node=rank.node, details=details)
 
 

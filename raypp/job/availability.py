@@ -31,13 +31,8 @@ _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
 
 @dataclass(frozen=True)
 class Choice:
-    """The names that one key accepts.
-
-    Attributes:
-        registry: The kinds that a name may refer to.
-        others: Further names that are not in the registry.
-        own: Pattern of a user's own kind.
-    """
+    """The names that one key accepts. `registry`: the kinds that a name may refer to. `others`:
+    further names that are not in the registry. `own`: pattern of a user's own kind."""
 
     registry: Registry[Any]
     others: tuple[Kind, ...] = ()
@@ -92,7 +87,6 @@ def named_kinds(job: Job) -> Iterator[tuple[str, Choice, str]]:
 
 
 def value_at(job: Job, key: str) -> Any:
-    """Returns the value of a dotted key."""
     return reduce(getattr, key.split("."), job)
 
 

@@ -260,7 +260,6 @@ def _apply(document: Document, setting: str) -> Problem | None:
 
 
 def _paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yields the key path of a value and those of all values in it."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in inner:

@@ -67,13 +67,9 @@ def read_tokenizer(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What the files beside a tokenizer.json say about its special tokens.
-
-    Attributes:
-        names: The text of the token for each of `ROLES` that has one.
-        others: Further special tokens.
-        added: Tokens by their ids, with the attributes of the tokenizers library's `AddedToken`.
-    """
+    """What the files beside a tokenizer.json say about its special tokens. `names`: the text of the
+    token for each of `ROLES` that has one. `others`: further special tokens. `added`: tokens by
+    their ids, with the attributes of the tokenizers library's `AddedToken`."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()

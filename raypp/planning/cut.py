@@ -50,12 +50,8 @@ def no_layer(
     num_layers: int, num_stages: int, input_weight: float, output_weight: float, stages_per_rank: int = 1
 ) -> Problem:
     """Returns the problem of a stage without a layer, with the largest mesh.pp that works.
-
-    Args:
-        input_weight: Cost of the embedding, in layers.
-        output_weight: Cost of norm, projection and loss, in layers.
-        stages_per_rank: Converts stages to mesh.pp in the fix.
-    """
+    `input_weight`: cost of the embedding, in layers. `output_weight`: cost of norm, projection and
+    loss, in layers. `stages_per_rank`: converts stages to mesh.pp in the fix."""
     stage: int | None = num_layers
     if float(input_weight).is_integer() and float(output_weight).is_integer():
         stage = _first_empty(num_layers, num_stages, int(input_weight), int(output_weight))

@@ -56,13 +56,9 @@ class _File(TypedDict):
 
 @dataclass(frozen=True)
 class Node:
-    """One machine.
-
-    Attributes:
-        devices: Number of ranks it can take.
-        speed: Speed of one of its devices relative to the device whose costs are known.
-        memory: Bytes of host memory that is free; 0: unknown.
-    """
+    """One machine. `devices`: number of ranks it can take. `speed`: speed of one of its devices
+    relative to the device whose costs are known. `memory`: bytes of host memory that is free; 0:
+    unknown."""
 
     name: str
     devices: int

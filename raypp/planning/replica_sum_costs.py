@@ -64,13 +64,9 @@ def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[J
 def replica_sums(
     job: Job, pipeline: ResolvedPipeline, timeline: Timeline, link: Link | None, messages: Sequence[float], kind: Kind
 ) -> ReplicaSums | None:
-    """Returns the sums of a step; None without replicas.
-
-    Args:
-        timeline: The simulated step.
-        link: The slowest link between replicas; None: sending takes no time.
-        messages: Seconds of a message at every boundary between stages.
-    """
+    """Returns the sums of a step; None without replicas. `timeline`: the simulated step. `link`:
+    the slowest link between replicas; None: sending takes no time. `messages`: seconds of a message
+    at every boundary between stages."""
     if job.mesh.dp_replicate == 1:
         return None
     shards, form = job.mesh.shards, job.train.sync.kind

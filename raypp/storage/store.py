@@ -62,13 +62,8 @@ class AccessRefused(StoreError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Metadata of an object.
-
-    Attributes:
-        key: Relative to the store's URL.
-        size: Bytes.
-        modified: When it was written, in seconds since 1970 by the store's clock.
-    """
+    """Metadata of an object. `key`: relative to the store's URL. `size`: bytes. `modified`: when it
+    was written, in seconds since 1970 by the store's clock."""
 
     key: str
     size: int

@@ -43,12 +43,9 @@ def bounded_command() -> Iterator[None]:
 @dataclass(frozen=True)
 class Patience:
     """Exponential backoff with jitter, so that many ranks do not retry at the same moment.
-
-    Attributes:
-        total_s: No request begins later than this after the first failure.
-        unreachable_s: The same if nothing listens at the endpoint at all.
-        silence_s: Longest silence on a connection, unless RAYPP_STORE_TIMEOUT_S sets it.
-    """
+    `total_s`: no request begins later than this after the first failure. `unreachable_s`: the same
+    if nothing listens at the endpoint at all. `silence_s`: longest silence on a connection, unless
+    RAYPP_STORE_TIMEOUT_S sets it."""
 
     total_s: float = LONG_S
     unreachable_s: float = SHORT_S

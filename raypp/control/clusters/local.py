@@ -32,14 +32,10 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class S3Process:
-    """A running server. Another process can stop it, given these fields.
-
-    Attributes:
-        endpoint: `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3.
-        ports: All ports that it listens on, on the endpoint's address.
-        directory: Contains its data, `weed.log`, `s3.json` (the keys, mode 0600) and the keys of
-            its inner ports.
-    """
+    """A running server. Another process can stop it, given these fields. `endpoint`:
+    `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3. `ports`: all ports that it listens on, on the
+    endpoint's address. `directory`: contains its data, `weed.log`, `s3.json` (the keys, mode 0600)
+    and the keys of its inner ports."""
 
     endpoint: str
     access_key: str
@@ -121,7 +117,6 @@ class LocalCluster:
         return f"http://127.0.0.1:{self.prometheus_port}"
 
     def has_prometheus(self) -> bool:
-        """Returns whether its Prometheus runs."""
         return self.prometheus is not None and self.prometheus.find() is not None
 
     def ray_environment(self) -> dict[str, str]:

@@ -280,17 +280,14 @@ class ReportBuffer:
         self._incarnation = ""
 
     def add_step(self, report: StepReport) -> None:
-        """Adds a finished step."""
         with self._lock:
             self._steps.append(report)
 
     def add_event(self, event: Event) -> None:
-        """Adds an event."""
         with self._lock:
             self._events.append(event)
 
     def add_logs(self, lines: Iterable[LogLine]) -> None:
-        """Adds lines of output."""
         with self._lock:
             self._logs.extend(lines)
 

@@ -26,7 +26,6 @@ class Message(NamedTuple):
 
     @property
     def to_stage(self) -> int:
-        """The receiving stage."""
         return self.stage + (1 if self.kind == "F" else -1)
 
     def __str__(self) -> str:

@@ -58,7 +58,6 @@ class StageTimes:
         return self.link if isinstance(self.link, int | float) else self.link[boundary]
 
     def of(self, action: Action) -> float:
-        """Returns the time of an action."""
         match action.kind:
             case "F":
                 return self.forward[action.stage]

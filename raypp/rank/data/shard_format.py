@@ -118,5 +118,4 @@ def blocks_of(size: int) -> int:
 
 
 def as_json(document: ShardRecord | ShardPlan | Manifest) -> bytes:
-    """Encodes a document."""
     return json.dumps(asdict(document)).encode()

@@ -393,13 +393,8 @@ class Blocks:
 
 
 class Shard(Blocks):
-    """The ids of one shard.
-
-    Args:
-        number: In its folder.
-        file, tokens, sums, cache: See `Blocks`.
-        below: All ids must be below it.
-    """
+    """The ids of one shard. `number`: in its folder. `file`, `tokens`, `sums`, `cache`: see
+    `Blocks`. `below`: all ids must be below it."""
 
     def __init__(
         self,

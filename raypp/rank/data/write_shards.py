@@ -320,14 +320,9 @@ def _encode(batch: list[Any]) -> Contents | list[Problem]:
 
 @dataclass(frozen=True)
 class Output:
-    """A folder of token shards.
-
-    Attributes:
-        key: The section of the job file whose documents it holds: `data`, `data.eval` or
-            `data.parts[2]`.
-        name: Of the folder below `--out`; empty: that folder itself.
-        read: The function of the source's kind.
-    """
+    """A folder of token shards. `key`: the section of the job file whose documents it holds:
+    `data`, `data.eval` or `data.parts[2]`. `name`: of the folder below `--out`; empty: that folder
+    itself. `read`: the function of the source's kind."""
 
     key: str
     name: str

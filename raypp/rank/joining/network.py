@@ -26,13 +26,9 @@ _HCAS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of this machine.
-
-    Attributes:
-        address: The first IPv4 address (IPv6 if there is none); empty if it has no address.
-        mbps: Speed in Mbit/s as the driver reports it; 0 if it reports none.
-        up: Whether the interface is up and has a carrier.
-    """
+    """A network interface of this machine. `address`: the first IPv4 address (IPv6 if there is
+    none); empty if it has no address. `mbps`: speed in Mbit/s as the driver reports it; 0 if it
+    reports none. `up`: whether the interface is up and has a carrier."""
 
     name: str
     address: str

@@ -101,13 +101,9 @@ def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node listens, as it publishes it.
-
-    Attributes:
-        node: The node's address as raypp knows it.
-        why: Why it chose that interface.
-        identity: What it answers with: the run, the attempt and the node's number.
-    """
+    """Where a node listens, as it publishes it. `node`: the node's address as raypp knows it.
+    `why`: why it chose that interface. `identity`: what it answers with: the run, the attempt and
+    the node's number."""
 
     node: _Text
     address: _Text

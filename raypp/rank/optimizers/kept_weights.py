@@ -18,13 +18,10 @@ from raypp.stages.parallel.shard import local_part
 
 @dataclass(frozen=True)
 class FrozenPart:
-    """Which frozen weights a rank holds, and from which base; equal ones have equal values.
-
-    Attributes:
-        job: What determines the values and how they are cut.
-        files: Name, size and time of every file of the base; empty: the weights are drawn.
-        place: The rank's coordinates, without that of its replica, and its device.
-    """
+    """Which frozen weights a rank holds, and from which base; equal ones have equal values. `job`:
+    what determines the values and how they are cut. `files`: name, size and time of every file of
+    the base; empty: the weights are drawn. `place`: the rank's coordinates, without that of its
+    replica, and its device."""
 
     job: str
     files: tuple[tuple[str, int, float], ...]

@@ -65,13 +65,9 @@ def train(run: Training, start: Stopwatch) -> RankResult:
 
 @dataclass(frozen=True)
 class Restored:
-    """What an attempt's state came from, and where it goes.
-
-    Attributes:
-        store: Opened at the job's checkpoint.url.
-        tier: Takes snapshots in memory; None if the job wants none.
-        together: Whether all replicas begin after the same step, at which they agree.
-    """
+    """What an attempt's state came from, and where it goes. `store`: opened at the job's
+    checkpoint.url. `tier`: takes snapshots in memory; None if the job wants none. `together`:
+    whether all replicas begin after the same step, at which they agree."""
 
     store: ObjectStore
     saver: CheckpointSaver

@@ -48,7 +48,6 @@ class EncodedReports:
         self._texts.append(json.dumps(asdict(self._reports[-1]), separators=(",", ":")))
 
     def clear(self) -> None:
-        """Forgets all."""
         self._reports.clear()
         self._texts.clear()
 

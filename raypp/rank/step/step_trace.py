@@ -108,7 +108,6 @@ class _Recording:
         return [Recorded("exchanging", *outer.exchanges.popleft()) for _ in range(len(outer.exchanges))]
 
     def stop(self) -> None:
-        """Ends the recording."""
         self._runtime.trace = None
         self._trace.close()
 
@@ -194,13 +193,9 @@ _ROUNDS = 12
 
 @dataclass(frozen=True)
 class CommonClock:
-    """Converts this rank's `time.perf_counter` to rank 0's.
-
-    Attributes:
-        offset_s: What to add to this rank's clock.
-        error_s: Half of the shortest round trip: the offset is exact to this.
-        now_s: Rank 0's clock when the comparison began; the same on every rank.
-    """
+    """Converts this rank's `time.perf_counter` to rank 0's. `offset_s`: what to add to this rank's
+    clock. `error_s`: half of the shortest round trip: the offset is exact to this. `now_s`: rank
+    0's clock when the comparison began; the same on every rank."""
 
     offset_s: float
     error_s: float

@@ -344,8 +344,6 @@ def _frugal(compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
 
 
 class _Frugal(torch.autograd.Function):
-    """What `_frugal` does."""
-
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
         """Returns what `compute` does, a tensor `[...]` or several."""

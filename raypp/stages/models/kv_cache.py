@@ -54,12 +54,8 @@ class KeyValueCache:
 @dataclass(eq=False)
 class _Cached:
     """Attention of one forward, which fills the cache of each layer in turn (`AttentionAcross`).
-
-    Attributes:
-        prompts: The documents of the first forward; None in later ones.
-        positions_B: The position of each row's last token, int64 `[B]`.
-        layer: The number of the next layer.
-    """
+    `prompts`: the documents of the first forward; None in later ones. `positions_B`: the position
+    of each row's last token, int64 `[B]`. `layer`: the number of the next layer."""
 
     cache: KeyValueCache
     prompts: PackedDocuments | None

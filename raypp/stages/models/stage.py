@@ -50,14 +50,9 @@ class Backbone(nn.Module):
 
 
 class DecoderStage(nn.Module):
-    """One stage of a decoder.
-
-    Args:
-        first: The stage holds the embedding and takes token ids.
-        last: The stage holds the final norm and the output projection and returns logits or the
-            loss.
-        make_layer: The family's function that builds the layer of a global index.
-    """
+    """One stage of a decoder. `first`: the stage holds the embedding and takes token ids. `last`:
+    the stage holds the final norm and the output projection and returns logits or the loss.
+    `make_layer`: the family's function that builds the layer of a global index."""
 
     def __init__(
         self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory

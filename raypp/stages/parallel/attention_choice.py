@@ -64,13 +64,9 @@ _FAR = 0.02
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which kernels can be used.
-
-    Attributes:
-        device: The type of the device, `cpu` or `cuda`.
-        capability: Compute capability of the device; (0, 0) on a CPU.
-        packages: Versions of what is installed: distributions of `PACKAGES`, torch, triton, cudnn.
-    """
+    """What decides which kernels can be used. `device`: the type of the device, `cpu` or `cuda`.
+    `capability`: compute capability of the device; (0, 0) on a CPU. `packages`: versions of what is
+    installed: distributions of `PACKAGES`, torch, triton, cudnn."""
 
     device: str
     capability: tuple[int, int]

@@ -211,12 +211,8 @@ class StatesOverRanks:
     """States of the delta rule of one microbatch (`models.documents.StatesAcross`). Each rank
     reduces what it holds of a row to how it changes a state. All ranks get that of all, and the
     last tokens for the convolution: messages whose size does not depend on the length of rows.
-
-    Attributes:
-        documents: Lengths of all documents of whole rows.
-        row_len: Tokens of a row.
-        held: The numbers of the parts of a row that each rank holds, in its order.
-    """
+    `documents`: lengths of all documents of whole rows. `row_len`: tokens of a row. `held`: the
+    numbers of the parts of a row that each rank holds, in its order."""
 
     documents: Sequence[int]
     row_len: int

@@ -275,13 +275,9 @@ def _per_kv_head(d_NHD: Tensor, like_NKD: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HopSegments:
-    """The segments of one hop.
-
-    Attributes:
-        queries: Spans of this rank's tokens that hold the queries; empty if the hop has none.
-        keys: Spans of the tokens of the keys' rank that hold the keys.
-        segments: How the tokens of the spans, end to end, are divided.
-    """
+    """The segments of one hop. `queries`: spans of this rank's tokens that hold the queries; empty
+    if the hop has none. `keys`: spans of the tokens of the keys' rank that hold the keys.
+    `segments`: how the tokens of the spans, end to end, are divided."""
 
     queries: tuple[slice, ...]
     keys: tuple[slice, ...]

@@ -95,7 +95,6 @@ class ActionTrace:
 
     @contextmanager
     def timed(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
-        """Times a block."""
         begin = self.clock.now()
         yield
         self.recorded.append(Recorded(kind, begin, self.clock.now(), stage, microbatch))

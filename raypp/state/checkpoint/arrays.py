@@ -33,7 +33,6 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
     @property

@@ -34,13 +34,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two checkpoints.
-
-    Attributes:
-        only_a: Tensors that only the first has.
-        only_b: Tensors that only the second has.
-        other_form: Tensors whose dtype or shape differs: the first's, the second's.
-    """
+    """The result of comparing two checkpoints. `only_a`: tensors that only the first has. `only_b`:
+    tensors that only the second has. `other_form`: tensors whose dtype or shape differs: the
+    first's, the second's."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]

@@ -108,7 +108,6 @@ def overlaps(box: Box, parts: Iterable[tuple[CheckpointFile, TensorEntry]]) -> l
 
 
 def by_name(files: Iterable[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:
-    """Returns the slices of each tensor."""
     slices: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
     for file in files:
         for entry in file.header.entries:

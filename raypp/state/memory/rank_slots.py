@@ -71,7 +71,6 @@ class RankSlots:
         return name.attempt == attempt and name.step is not None and steps.get(name.rank) == name.step
 
     def remove_earlier_files(self) -> None:
-        """Removes the files of earlier attempts."""
         self._restored = (0, {})
         for _, path in self.files_of_earlier_attempts():
             remove(path)

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """One gauge, set by the run's controller.
-
-    Attributes:
-        name: Name given to `ray.util.metrics.Gauge`; Prometheus sees `ray_` + name.
-        help: One line of description, with the unit.
-        tags: Names of the labels that every sample carries.
-    """
+    """One gauge, set by the run's controller. `name`: name given to `ray.util.metrics.Gauge`;
+    Prometheus sees `ray_` + name. `help`: one line of description, with the unit. `tags`: names of
+    the labels that every sample carries."""
 
     name: str
     help: str

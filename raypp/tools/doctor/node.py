@@ -115,7 +115,6 @@ class NodeProbe:
             return {"error": last[0] if last else in_words(error), "devices": []}
 
     def free_port(self, ip: str) -> int:
-        """Returns a port of this node that is free now."""
         return free_ports(1, ip)[0]
 
     def try_group(self, *arguments: Any) -> dict[str, Any]:

@@ -138,7 +138,6 @@ class Answer:
     stop: str = ""
 
     def add(self, token: int, finish: str | None) -> None:
-        """Adds a token."""
         if finish != "eos":
             self.tokens.append(token)
         self.finish = finish

@@ -173,15 +173,9 @@ def newest_checkpoint(
     store: ObjectStore, run: str, step: int | None = None
 ) -> tuple[Commit, SavedTensors, list[Problem]]:
     """Finds a run's newest checkpoint of which COMMIT and all headers can be read. `step`: only
-    this one; None: any.
-
-    Returns:
-        COMMIT, the tensors, and the problems of newer checkpoints that cannot be read.
-
-    Raises:
-        JobError: The step is not committed.
-        CheckpointError: There is no checkpoint, or none can be read.
-    """
+    this one; None: any. Returns COMMIT, the tensors, and the problems of newer checkpoints that
+    cannot be read. Raises JobError: the step is not committed; CheckpointError: there is no
+    checkpoint, or none can be read."""
     if not (steps := committed_steps(store, run, step)):
         raise nothing_committed(store, run)
     unusable: list[Problem] = []
