@@ -44,15 +44,9 @@ NCCL_OF_TORCH = {
 
 def need(module: str, extra: str, feature: str, node: str = "") -> None:
     """Checks that an optional package is installed in this process' Python. Does not import it.
-
-    Args:
-        extra: The extra of raypp that installs it.
-        feature: Who needs it, for the error: "raypp parity".
-        node: The node's name, if this is not the machine of the user.
-
-    Raises:
-        JobError: It is not installed; names the extra.
-    """
+    `extra`: the extra of raypp that installs it. `feature`: who needs it, for the error: "raypp
+    parity". `node`: the node's name, if this is not the machine of the user. Raises JobError: it is
+    not installed; names the extra."""
     if importlib.util.find_spec(module) is None:
         where = f"on node {node}" if node else "here"
         fix = f"pip install 'raypp[{extra}]'" + (" there, into the Python that runs Ray" if node else "")

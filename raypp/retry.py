@@ -14,15 +14,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backoff:
-    """The pauses between tries.
-
-    Attributes:
-        timeout_s: Seconds from the first failure after which no try begins.
-        factor: Each pause is this many times as long as the one before.
-        jitter: Share of each pause that is drawn at random, so that many processes do not retry at
-            the same moment.
-        tries: Most tries; 0 for as many as the time allows.
-    """
+    """The pauses between tries. `timeout_s`: seconds from the first failure after which no try
+    begins. `factor`: each pause is this many times as long as the one before. `jitter`: share of
+    each pause that is drawn at random, so that many processes do not retry at the same moment.
+    `tries`: most tries; 0 for as many as the time allows."""
 
     timeout_s: float
     first_s: float

@@ -41,14 +41,9 @@ class CallFailedError(RunFailedError):
 
 @dataclass(frozen=True)
 class Call:
-    """What is to run.
-
-    Attributes:
-        module: With a `__main__` part.
-        secrets, settings: Environment variables for a Ray job.
-        files: More files in the package of a Ray job: names and contents.
-        always_job: It needs the package, also on the embedded cluster.
-    """
+    """What is to run. `module`: with a `__main__` part. `secrets`, `settings`: environment
+    variables for a Ray job. `files`: more files in the package of a Ray job: names and contents.
+    `always_job`: it needs the package, also on the embedded cluster."""
 
     title: str
     module: str

@@ -90,14 +90,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class ReportBatch:
-    """Everything a rank has to report since its last batch.
-
-    Attributes:
-        number: Counts this rank's batches in this attempt, from 1.
-        idle_s: Seconds since its phase last changed.
-        inside: The collective it waits in, once it has been idle for a while.
-        reached: Marks that the device has come to, if `phase` is the device's; 0: it is the host's.
-    """
+    """Everything a rank has to report since its last batch. `number`: counts this rank's batches in
+    this attempt, from 1. `idle_s`: seconds since its phase last changed. `inside`: the collective
+    it waits in, once it has been idle for a while. `reached`: marks that the device has come to, if
+    `phase` is the device's; 0: it is the host's."""
 
     attempt: int
     rank: int

@@ -32,14 +32,9 @@ _TEXT_BEGINS = ("*", "%", "@", "`")
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job and the file it was loaded from.
-
-    Attributes:
-        job: The job, with resolved paths.
-        path: The file's path as the user gave it.
-        where: The location (`job.yaml:14`, `--set a.b=c`) of every key that was given.
-        remarks: What was chosen for the user, who should know it.
-    """
+    """A job and the file it was loaded from. `job`: the job, with resolved paths. `path`: the
+    file's path as the user gave it. `where`: the location (`job.yaml:14`, `--set a.b=c`) of every
+    key that was given. `remarks`: what was chosen for the user, who should know it."""
 
     job: Job
     path: Path

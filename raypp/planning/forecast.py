@@ -57,15 +57,11 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class LinkUse:
-    """Use of the cable between two nodes, in its busier direction.
-
-    Attributes:
-        bytes_per_step: Activations or gradients of all pipelines that cross here.
-        message_s: Seconds per message, including the share of others on the cable.
-        busy: Fraction of the step in which the busier of the two nodes' cards is in use, in one
-            direction, by this link or others.
-        exposed_s: Seconds by which a step would be shorter if the cable were free.
-    """
+    """Use of the cable between two nodes, in its busier direction. `bytes_per_step`: activations or
+    gradients of all pipelines that cross here. `message_s`: seconds per message, including the
+    share of others on the cable. `busy`: fraction of the step in which the busier of the two nodes'
+    cards is in use, in one direction, by this link or others. `exposed_s`: seconds by which a step
+    would be shorter if the cable were free."""
 
     nodes: tuple[str, str]
     gbps: float

@@ -50,14 +50,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AssembledRank:
-    """Everything a rank needs to compute steps.
-
-    Attributes:
-        rendezvous: The key-value store the ranks met at.
-        outer: Takes the outer steps; None if replicas do not train apart.
-        frozen: The frozen weights of this rank that may be kept for the next attempt.
-        kept: Names of those that were kept from the last one, and have their values.
-    """
+    """Everything a rank needs to compute steps. `rendezvous`: the key-value store the ranks met at.
+    `outer`: takes the outer steps; None if replicas do not train apart. `frozen`: the frozen
+    weights of this rank that may be kept for the next attempt. `kept`: names of those that were
+    kept from the last one, and have their values."""
 
     decision: Decision
     seat: Seat

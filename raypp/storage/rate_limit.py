@@ -43,15 +43,10 @@ class Abandoned(BaseException):
 
 class Pace:
     """Limits the bytes per second of all threads together, evenly, and lets other traffic pass.
-
-    Args:
-        bytes_per_s: The limit; 0 for none, and then nothing gives way either.
-        stopped: Polled before each piece; True ends the upload with `Abandoned`.
-        gives_way: Returns whether traffic that goes first is under way; None: there is none.
-
-    Attributes:
-        sent: Bytes that were let through here, again after a failure: it grows while data flows.
-    """
+    `bytes_per_s`: the limit; 0 for none, and then nothing gives way either. `stopped`: polled
+    before each piece; True ends the upload with `Abandoned`. `gives_way`: returns whether traffic
+    that goes first is under way; None: there is none. `sent`: bytes that were let through here,
+    again after a failure: it grows while data flows."""
 
     def __init__(
         self,

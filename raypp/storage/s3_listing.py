@@ -29,16 +29,9 @@ Ask = Callable[[dict[str, Any]], Any]
 
 
 def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
-    """Yields the objects of a ListObjectsV2.
-
-    Args:
-        ask: Sends the request for a page.
-        below: Prefix of every key of the store; it is taken off.
-        full: Prefix that was asked for.
-
-    Raises:
-        WrongAnswer: The listing is without end, or is not one.
-    """
+    """Yields the objects of a ListObjectsV2. `ask`: sends the request for a page. `below`: prefix
+    of every key of the store; it is taken off. `full`: prefix that was asked for. Raises
+    WrongAnswer: the listing is without end, or is not one."""
     for key, entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), below, full, url):
         yield object_info(key, entry.get("Size"), entry.get("LastModified"), f"{url}/{key}")
 

@@ -44,14 +44,10 @@ class NoAnswerError(UnreachableError):
 
 @dataclass(frozen=True)
 class NodeResources:
-    """Resources of one live node, as Ray counts them.
-
-    Attributes:
-        gpu_bytes: Memory of its largest GPU; 0 if the node's agent does not tell.
-        free_bytes: Host memory that is available; 0 if the node's agent does not tell.
-        head: Whether it is the head, where Ray runs the drivers of jobs.
-        gpu_names: The kinds of its GPUs, as far as the node's agent tells: `Tesla T4`.
-    """
+    """Resources of one live node, as Ray counts them. `gpu_bytes`: memory of its largest GPU; 0 if
+    the node's agent does not tell. `free_bytes`: host memory that is available; 0 if the node's
+    agent does not tell. `head`: whether it is the head, where Ray runs the drivers of jobs.
+    `gpu_names`: the kinds of its GPUs, as far as the node's agent tells: `Tesla T4`."""
 
     node_id: str
     ip: str

@@ -82,15 +82,10 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation.
-
-    Attributes:
-        makespan: End of the last action.
-        idle: Idle time of every rank between 0 and the makespan.
-        in_flight: Peak number of microbatches in flight on each stage: the forward is done, the
-            backward (B, or W) is not.
-        in_flight_on_rank: The same for each rank, summed over its stages at one time.
-    """
+    """The result of a simulation. `makespan`: end of the last action. `idle`: idle time of every
+    rank between 0 and the makespan. `in_flight`: peak number of microbatches in flight on each
+    stage: the forward is done, the backward (B, or W) is not. `in_flight_on_rank`: the same for
+    each rank, summed over its stages at one time."""
 
     makespan: float
     busy: Sequence[float]

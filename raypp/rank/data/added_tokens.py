@@ -20,10 +20,7 @@ _KEY = "data.added_tokens"
 def with_rows(file: JobFile) -> JobFile:
     """Returns a job file whose model has a row for every token of `data.added_tokens`, with remarks
     on them. Only a model of `model.from_hf` grows; of others, `model.vocab_size` is the user's.
-
-    Raises:
-        JobError: The tokenizer is `bytes`, the model cannot grow, or it freezes the new rows.
-    """
+    Raises JobError: the tokenizer is `bytes`, the model cannot grow, or it freezes the new rows."""
     data, model = file.job.data, file.job.model
     if not data.added_tokens:
         return file

@@ -35,15 +35,10 @@ _BATCH, _BATCH_CHARACTERS = 512, 4 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a source.
-
-    Attributes:
-        path: The path of the data (training or held-out).
-        place: The key of the job file that sets the path.
-        vocab_size: The model's vocabulary; all ids are below it.
-        consumer: Called by `tokenise` with its arguments, to make something else of the documents
-            than a corpus in memory or in the cache.
-    """
+    """A request to a source. `path`: the path of the data (training or held-out). `place`: the key
+    of the job file that sets the path. `vocab_size`: the model's vocabulary; all ids are below it.
+    `consumer`: called by `tokenise` with its arguments, to make something else of the documents
+    than a corpus in memory or in the cache."""
 
     data: DataSection
     path: str

@@ -63,14 +63,9 @@ class Tokens:
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer.
-
-    Attributes:
-        vocab_size: All ids are below it.
-        eos_id: The id that ends every document.
-        before, after: The ids that belong before and after a text.
-        identity: Changes if the ids of a text would; without `before` and `after`.
-    """
+    """The interface of a tokenizer. `vocab_size`: all ids are below it. `eos_id`: the id that ends
+    every document. `before`, `after`: the ids that belong before and after a text. `identity`:
+    changes if the ids of a text would; without `before` and `after`."""
 
     vocab_size: int
     eos_id: int

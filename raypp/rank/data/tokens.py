@@ -340,14 +340,9 @@ class BlockCache:
 
 
 class Blocks:
-    """What one object of a shard holds of each token, `[tokens]`; slices read blocks.
-
-    Args:
-        name: Of the blocks in the cache.
-        file: Of the bytes.
-        sums: CRC-32 of each block, uint32 `[blocks]`.
-        cache: Of the folder.
-    """
+    """What one object of a shard holds of each token, `[tokens]`; slices read blocks. `name`: of
+    the blocks in the cache. `file`: of the bytes. `sums`: CRC-32 of each block, uint32 `[blocks]`.
+    `cache`: of the folder."""
 
     def __init__(self, name: str, file: SourceFile, tokens: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
         self.name, self._file, self._tokens, self._sums, self._cache = name, file, tokens, sums, cache

@@ -51,14 +51,10 @@ _Documents = Callable[[], Iterable[Text | Record]]
 
 @dataclass(frozen=True)
 class Options:
-    """How shards are written.
-
-    Attributes:
-        total: Called once with the bytes of the source.
-        progress: Called with bytes of the source that were read since the last call.
-        stored: Called with the number of shards that were there already.
-        remarked: Called with each remark on the data, such as what of them is not used.
-    """
+    """How shards are written. `total`: called once with the bytes of the source. `progress`: called
+    with bytes of the source that were read since the last call. `stored`: called with the number of
+    shards that were there already. `remarked`: called with each remark on the data, such as what of
+    them is not used."""
 
     processes: int
     shard_bytes: int = SHARD_BYTES

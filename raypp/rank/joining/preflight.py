@@ -51,14 +51,10 @@ _PLACE_BOUNDS = Bounds(8192, 32)
 
 @dataclass(frozen=True)
 class LinkReport:
-    """The link between two nodes, as measured by the node that connected.
-
-    Attributes:
-        node, peer: The nodes' addresses as raypp knows them.
-        seconds: Round trip of one small message.
-        mbps: Rate of the transfer, both directions in turn; a rough number.
-        skew_s: The peer's clock minus the node's, in seconds, accurate to half a round trip.
-    """
+    """The link between two nodes, as measured by the node that connected. `node`, `peer`: the
+    nodes' addresses as raypp knows them. `seconds`: round trip of one small message. `mbps`: rate
+    of the transfer, both directions in turn; a rough number. `skew_s`: the peer's clock minus the
+    node's, in seconds, accurate to half a round trip."""
 
     node: str
     peer: str

@@ -28,14 +28,10 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class StageBatch:
-    """One microbatch as a stage sees it: this rank's share of every row.
-
-    Attributes:
-        tokens_BT: Token ids, int64 `[B, t]`; padding is 0.
-        labels_BT: Next-token ids, int64 `[B, t]`; -100 if a token has no label.
-        positions_BT: Position of each token in its document, int64 `[B, t]`.
-        documents: The borders of the documents, in whole rows.
-    """
+    """One microbatch as a stage sees it: this rank's share of every row. `tokens_BT`: token ids,
+    int64 `[B, t]`; padding is 0. `labels_BT`: next-token ids, int64 `[B, t]`; -100 if a token has
+    no label. `positions_BT`: position of each token in its document, int64 `[B, t]`. `documents`:
+    the borders of the documents, in whole rows."""
 
     tokens_BT: Tensor
     labels_BT: Tensor

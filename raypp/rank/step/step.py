@@ -146,14 +146,10 @@ class StepRunner:
         *,
         everyone: bool = True,
     ) -> ReadStep:
-        """Agrees with the other ranks on the rows that each has read. Collective.
-
-        Args:
-            microbatches: The rows of each of this replica's microbatches.
-            requests: The operator's requests as this rank knows them.
-            compute_us: From `Pace.before_step`.
-            everyone: False: a replica that trains apart agrees in itself.
-        """
+        """Agrees with the other ranks on the rows that each has read. Collective. `microbatches`:
+        the rows of each of this replica's microbatches. `requests`: the operator's requests as this
+        rank knows them. `compute_us`: from `Pace.before_step`. `everyone`: False: a replica that
+        trains apart agrees in itself."""
         everyone = everyone or self._replica is None
         rows = [row for microbatch in microbatches for row in microbatch]
         self._mark("agree" if everyone else "replica agree")

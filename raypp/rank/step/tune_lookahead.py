@@ -41,14 +41,10 @@ _SHARE = 0.8
 
 @dataclass(frozen=True)
 class Choice:
-    """The measurements and the choice; the same on every rank.
-
-    Attributes:
-        candidates: The depths that fit into memory, with their simulated steps.
-        free: The depth to use if memory were unlimited.
-        most_in_flight: Microbatches that fit into memory, per stage.
-        wire: Seconds of a message between each stage and the next while its cards carry no other.
-    """
+    """The measurements and the choice; the same on every rank. `candidates`: the depths that fit
+    into memory, with their simulated steps. `free`: the depth to use if memory were unlimited.
+    `most_in_flight`: microbatches that fit into memory, per stage. `wire`: seconds of a message
+    between each stage and the next while its cards carry no other."""
 
     times: StageTimes
     candidates: Sequence[Depth]

@@ -133,14 +133,8 @@ def _adapt_stack(experts: nn.Module, name: str, a: tuple[int, ...], b: tuple[int
 
 @dataclass(frozen=True)
 class Adapted:
-    """The matrix of one expert and its adapter, or a stack of them.
-
-    Attributes:
-        weight: `[out, in]`, or `[E, out, in]`.
-        a: `[r, in]`, or `[E, r, in]`.
-        b: `[out, r]`, or `[E, out, r]`.
-        scale: s.
-    """
+    """The matrix of one expert and its adapter, or a stack of them. `weight`: `[out, in]`, or `[E,
+    out, in]`. `a`: `[r, in]`, or `[E, r, in]`. `b`: `[out, r]`, or `[E, out, r]`. `scale`: s."""
 
     weight: Tensor | Quantised
     a: Tensor

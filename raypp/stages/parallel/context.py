@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,33 +31,22 @@ from raypp.stages.parallel.ring_hops import BlockHops, FlashHops, RingHops, hop_
 from raypp.stages.parallel.zigzag import RingPlan, plan_ring, zigzag
 
 
-class ContextShare(Protocol):
-    """The tokens of every row that a rank computes on, and how its attention reaches the others."""
-
-    @property
-    def size(self) -> int:
-        """R. A padded row is cut into R equal parts."""
-
-    def columns(self, length: int) -> NDArray[np.int64]:
-        """Returns the indices of this rank's tokens in a padded row, int64 `[length / R]`. They are
-        in the order in which the rank holds them. `length` is T."""
-
-    def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
-        """Returns the documents of whole rows padded to `length`, with attention across the ranks.
-        `rows`: the document lengths of each of the B rows, in tokens. All
-        tensors of the documents are on the host."""
-
-
 @dataclass(frozen=True)
 class WholeRows:
     """No context parallelism: the rank holds whole rows."""
 
     size = 1
+    """R. A padded row is cut into R equal parts."""
 
     def columns(self, length: int) -> NDArray[np.int64]:
+        """Returns the indices of this rank's tokens in a padded row, int64 `[length / R]`. They are
+        in the order in which the rank holds them. `length` is T."""
         return np.arange(length)
 
     def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
+        """Returns the documents of whole rows padded to `length`, with attention across the ranks.
+        `rows`: the document lengths of each of the B rows, in tokens. All tensors of the documents
+        are on the host."""
         return PackedDocuments.of_rows(rows, length, kernel=kernel)
 
 
@@ -171,6 +159,10 @@ class UlyssesShare:
 # ranks whose queries need it. Autograd sums the gradients that come back.
 #
 # Legend: t = T / R tokens of a row on this rank, H query heads, K key/value heads, D head width.
+
+
+ContextShare = WholeRows | RingShare | UlyssesShare
+"""The tokens of every row that a rank computes on, and how its attention reaches the others."""
 
 
 def ulysses_attention(

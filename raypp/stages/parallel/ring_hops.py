@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,35 +26,6 @@ from raypp.stages.parallel.zigzag import Block, RingPlan, joined_spans
 from raypp.torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 
-class RingHops(Protocol):
-    """A rank's work on one microbatch, hop by hop."""
-
-    @property
-    def count(self) -> int:
-        """The number of hops, at least 1; the same on all ranks."""
-
-    def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
-        """Adds a hop's attention in place. Hop 0 overwrites: every query sees itself there. `kv`:
-        keys and values of the hop, `[2, S, K, D]`."""
-
-    def add_gradients(
-        self,
-        hop: int,
-        grad_SHD: Tensor,
-        q_SHD: Tensor,
-        kv: Tensor,
-        out_SHD: Tensor,
-        lse_SH: Tensor,
-        dq_SHD: Tensor,
-        dkv: Tensor,
-    ) -> None:
-        """Adds a hop's share of the gradients in place. `kv`: keys and values of the hop,
-        `[2, S, K, D]`. `dkv`: running gradients of the hop's keys and values, `[2, S, K, D]`."""
-
-    def moved(self, move: Move) -> RingHops:
-        """Returns the same with all its tensors moved, always in the same order."""
-
-
 @dataclass(frozen=True)
 class BlockHops:
     """Each block of the plan by itself, with `attend_block`. `plan`: the blocks, made with the
@@ -65,9 +36,12 @@ class BlockHops:
 
     @property
     def count(self) -> int:
+        """The number of hops, at least 1; the same on all ranks."""
         return self.plan.hops
 
     def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
+        """Adds a hop's attention in place. Hop 0 overwrites: every query sees itself there. `kv`:
+        keys and values of the hop, `[2, S, K, D]`."""
         for block in self.plan.blocks[hop]:
             k, v = kv[:, block.keys]
             out, lse = attend_block(q_SHD[block.queries], k, v, **self._how(block))
@@ -87,6 +61,8 @@ class BlockHops:
         dq_SHD: Tensor,
         dkv: Tensor,
     ) -> None:
+        """Adds a hop's share of the gradients in place. `dkv`: running gradients of the hop's keys
+        and values, `[2, S, K, D]`."""
         for block in self.plan.blocks[hop]:
             at = block.queries
             k, v = kv[:, block.keys]
@@ -99,6 +75,7 @@ class BlockHops:
         return {"causal": block.causal, "offset": block.offset, "rule": rule}
 
     def moved(self, move: Move) -> BlockHops:
+        """Returns the same with all its tensors moved, always in the same order."""
         return self
 
 
@@ -157,6 +134,10 @@ class FlashHops:
 
     def moved(self, move: Move) -> FlashHops:
         return replace(self, hops=tuple(hop.moved(move) for hop in self.hops))
+
+
+RingHops = BlockHops | FlashHops
+"""A rank's work on one microbatch, hop by hop."""
 
 
 def _add(so_far_QHD: Tensor, lse_so_far_QH: Tensor, out_QHD: Tensor, lse_QH: Tensor) -> None:

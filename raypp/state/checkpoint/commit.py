@@ -48,14 +48,10 @@ class StaleAttemptError(CheckpointError):
 
 @dataclass(frozen=True)
 class ObjectRecord:
-    """One object of a checkpoint, as its writer announced it.
-
-    Attributes:
-        size: Bytes.
-        sha256: SHA-256 of all bytes, in hex digits.
-        header_size: Bytes before the tensor data (safetensors' length field and header).
-        header_sha256: SHA-256 of those bytes; the header contains checksums of all data blocks.
-    """
+    """One object of a checkpoint, as its writer announced it. `size`: bytes. `sha256`: SHA-256 of
+    all bytes, in hex digits. `header_size`: bytes before the tensor data (safetensors' length field
+    and header). `header_sha256`: SHA-256 of those bytes; the header contains checksums of all data
+    blocks."""
 
     key: str
     size: Count
@@ -67,15 +63,10 @@ class ObjectRecord:
 
 @dataclass(frozen=True)
 class Commit:
-    """The content of a COMMIT object.
-
-    Attributes:
-        job: Sections model, data, mesh, pipeline and train of the job that wrote it.
-        extra: What the trainer restores besides tensors, the same on every rank: `data_position`,
-            `rng` …
-        created: Seconds since 1970, by the writer's clock.
-        nonce: Random; distinguishes two commits of the same content.
-    """
+    """The content of a COMMIT object. `job`: sections model, data, mesh, pipeline and train of the
+    job that wrote it. `extra`: what the trainer restores besides tensors, the same on every rank:
+    `data_position`, `rng` … `created`: seconds since 1970, by the writer's clock. `nonce`: random;
+    distinguishes two commits of the same content."""
 
     run: str
     step: Count

@@ -16,14 +16,9 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose values differ.
-
-    Attributes:
-        elements: Number of elements that differ in any bit.
-        of: Number of all elements.
-        max_abs: Largest |a − b|; infinite or NaN where the values are.
-        max_rel: Largest |a − b| ÷ max(|a|, |b|).
-    """
+    """A tensor whose values differ. `elements`: number of elements that differ in any bit. `of`:
+    number of all elements. `max_abs`: largest |a − b|; infinite or NaN where the values are.
+    `max_rel`: largest |a − b| ÷ max(|a|, |b|)."""
 
     name: str
     elements: int

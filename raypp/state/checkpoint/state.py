@@ -178,13 +178,9 @@ def optimizer_slices(
 @dataclass(frozen=True)
 class SavedResiduals:
     """How a checkpoint's residuals of quantised sums and momenta of outer steps fill this rank's.
-
-    Attributes:
-        targets: Where saved residuals go, by global name.
-        added: Residuals that are added to this rank's own once they are filled.
-        cleared: This rank's residuals that the checkpoint does not have.
-        remark: What is not as it was saved, for people; "" if all is.
-    """
+    `targets`: where saved residuals go, by global name. `added`: residuals that are added to this
+    rank's own once they are filled. `cleared`: this rank's residuals that the checkpoint does not
+    have. `remark`: what is not as it was saved, for people; "" if all is."""
 
     targets: dict[str, list[Slice]]
     added: list[tuple[Tensor, Tensor]]

@@ -84,15 +84,8 @@ def _kind(given: Mapping[str, Any]) -> str:
 
 def scaling_of(config: Mapping[str, Any], refused: str, more: Sequence[str] = ()) -> RopeOptions | None:
     """Returns the scaling in a config.json with the keys of transformers 4; None if there is none.
-
-    Args:
-        config: The result of `as_version_4`.
-        refused: What a message says first.
-        more: Keys that the family reads itself.
-
-    Raises:
-        JobError: raypp does not compute it, or it is incomplete.
-    """
+    `config`: the result of `as_version_4`. `refused`: what a message says first. `more`: keys that
+    the family reads itself. Raises JobError: raypp does not compute it, or it is incomplete."""
     given = config.get("rope_scaling")
     if given is None:
         return None

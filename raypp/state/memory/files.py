@@ -67,15 +67,10 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class SlotName:
-    """The parts of a file's name.
-
-    Attributes:
-        life: 12 hex digits that distinguish runs of the same name in different stores, or started
-            over.
-        kind: "own" if that rank wrote it, "copy" if its partner on another node did.
-        number: Index among the files that one process fills in turn.
-        step: Number of completed optimizer steps; None while the file is being written.
-    """
+    """The parts of a file's name. `life`: 12 hex digits that distinguish runs of the same name in
+    different stores, or started over. `kind`: "own" if that rank wrote it, "copy" if its partner on
+    another node did. `number`: index among the files that one process fills in turn. `step`: number
+    of completed optimizer steps; None while the file is being written."""
 
     run: str
     life: str

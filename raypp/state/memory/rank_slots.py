@@ -20,14 +20,10 @@ from raypp.state.memory.slot import Slot
 
 @dataclass(frozen=True)
 class RunLife:
-    """Identifies the run whose snapshots an attempt may use.
-
-    Attributes:
-        life: 12 hex digits derived from the run's location and its first attempt.
-        job: Hash of the job's model, data and train sections and of a step's rows, in hex digits.
-        layout: Hash of its mesh and pipeline, which decide which part of a state each rank has.
-        secret: The secret of this attempt; never written anywhere.
-    """
+    """Identifies the run whose snapshots an attempt may use. `life`: 12 hex digits derived from the
+    run's location and its first attempt. `job`: hash of the job's model, data and train sections
+    and of a step's rows, in hex digits. `layout`: hash of its mesh and pipeline, which decide which
+    part of a state each rank has. `secret`: the secret of this attempt; never written anywhere."""
 
     run: str
     life: str

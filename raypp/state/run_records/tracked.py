@@ -16,14 +16,10 @@ LOGDIR = "tensorboard --logdir "
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose figures a tracker takes.
-
-    Attributes:
-        id: Unique among all runs, and the same in every life of this one.
-        folder: A local folder for files; it exists.
-        shown_folder: Where users find these files: the folder, or a URL to which they are copied.
-        config: The resolved job, without secrets.
-    """
+    """The run whose figures a tracker takes. `id`: unique among all runs, and the same in every
+    life of this one. `folder`: A local folder for files; it exists. `shown_folder`: where users
+    find these files: the folder, or a URL to which they are copied. `config`: the resolved job,
+    without secrets."""
 
     name: str
     url: str
