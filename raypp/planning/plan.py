@@ -95,12 +95,6 @@ class Grounds:
         return [DEVICES[kind] for kind in kinds]
 
 
-def stage_times(pipeline: ResolvedPipeline) -> StageTimes:
-    """Returns the times of every stage, in forwards of a layer; a backward takes twice as long."""
-    forward = pipeline.stage_weights
-    return StageTimes(forward, [2.0 * time for time in forward])
-
-
 def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Forecast]:
     """Returns one forecast per device that the job may run on. These are both if resources.device
     is auto and costs are unknown. `pipeline` is that of the last one's job. Raises ResourcesError:
@@ -274,7 +268,8 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     job, mesh, pipeline, memory = decision.job, Mesh.of(job.mesh), decision.pipeline, decision.memory
     crossing = boundaries(job, pipeline)
     drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
-    costed = pipeline.simulator().run(stage_times(pipeline))
+    forward = pipeline.stage_weights  # in forwards of a layer; a backward takes twice as long
+    costed = pipeline.simulator().run(StageTimes(forward, [2.0 * time for time in forward]))
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.rows_per_step * job.data.seq_len
     per_token = flops_per_token(job)

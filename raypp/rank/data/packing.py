@@ -224,7 +224,8 @@ def permuted(positions: NDArray[np.int64], count: int, *key: int | str) -> NDArr
     `[n]`, each in `[0, count)`. `key`: selects the order, e.g. a seed and an epoch. They are int64
     `[n]`; over all positions every item appears exactly once."""
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    keys = [np.uint64(k) for k in _round_keys(key)]
+    digest = hashlib.shake_128(repr(key).encode()).digest(8 * _ROUNDS)
+    keys = [np.uint64(int.from_bytes(digest[i : i + 8], "little")) for i in range(0, len(digest), 8)]
     result = _encipher(positions.astype(np.uint64), half, keys)
     # The network permutes a power of four; values outside the range are enciphered until inside.
     outside = np.flatnonzero(result >= count)
@@ -232,11 +233,6 @@ def permuted(positions: NDArray[np.int64], count: int, *key: int | str) -> NDArr
         result[outside] = _encipher(result[outside], half, keys)
         outside = outside[result[outside] >= count]
     return result.astype(np.int64)
-
-
-def _round_keys(key: tuple[int | str, ...]) -> list[int]:
-    digest = hashlib.shake_128(repr(key).encode()).digest(8 * _ROUNDS)
-    return [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
 
 
 def _encipher(values: NDArray[np.uint64], half: np.uint64, keys: list[np.uint64]) -> NDArray[np.uint64]:
