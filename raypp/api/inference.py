@@ -20,8 +20,8 @@ from raypp.control.package import INFERENCE_FILE
 from raypp.errors import ResourcesError
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.paths import FOLDER, contents
 from raypp.job.secret import secrets_of, without_secrets
+from raypp.job.small_files import FOLDER, contents
 from raypp.rank.data.tokenizer import PromptTokenizer
 from raypp.retry import Backoff
 from raypp.tools.inference.prompts import Answer, Encoded, end_ids

@@ -14,7 +14,8 @@ from raypp.control.clusters.find import Cluster, find_cluster, lend_store_settin
 from raypp.errors import JobError, Problem
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.paths import is_remote, small_files
+from raypp.job.paths import is_remote
+from raypp.job.small_files import small_files
 
 if TYPE_CHECKING:
     from raypp.tools.inference.source import Source  # NumPy, which the quick commands do not need

@@ -27,9 +27,9 @@ from raypp.errors import JobError, Problem, ResourcesError, size_text
 from raypp.job.availability import own_files
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.paths import FOLDER
 from raypp.job.precision import DtypeName
 from raypp.job.secret import secrets_of, without_secrets
+from raypp.job.small_files import FOLDER
 from raypp.job.trackers import missing_for_trackers, tracker_variables
 from raypp.kinds import STORES
 from raypp.planning.decide import ON_CPUS, fp16_remark, settle

@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem
-from raypp.job.paths import here
+from raypp.job.small_files import here
 from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible

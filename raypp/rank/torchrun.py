@@ -25,7 +25,7 @@ from raypp.job.checks import check_spec
 from raypp.job.job import Job
 from raypp.job.job_file import load_job
 from raypp.job.load import job_document
-from raypp.job.paths import contents
+from raypp.job.small_files import contents
 from raypp.job.trackers import missing_for_trackers
 from raypp.planning.decide import decide, settle
 from raypp.planning.decision import Decision, Facts

@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 from raypp.errors import JobError, Problem, origin_in_words
 from raypp.job.limits import ACTIONS, STAGES
-from raypp.job.paths import here
+from raypp.job.small_files import here
 from raypp.kinds import SCHEDULES, ScheduleKind
 from raypp.planning.schedules.action import Action, Program, parse_actions, with_whole_backwards
 from raypp.planning.schedules.simulate import DeadlockError, Simulator

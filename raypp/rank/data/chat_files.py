@@ -10,7 +10,7 @@ from typing import Any
 
 from raypp.errors import DataError, Problem
 from raypp.job.job import DataSection
-from raypp.job.paths import TEMPLATES, here
+from raypp.job.small_files import TEMPLATES, here
 from raypp.job.tokenizer_file import read_config, special_tokens, tokenizer_path
 from raypp.kinds import SOURCES
 from raypp.rank.data.chat_template import KEY, MOST_SOURCE, ChatTemplate, TemplateFault

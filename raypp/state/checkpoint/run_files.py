@@ -13,7 +13,7 @@ from raypp.errors import JobError, Problem, size_text
 from raypp.job.availability import own_files
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.paths import KEYS, MOST_BYTES, small_files, stored_name
+from raypp.job.small_files import KEYS, MOST_BYTES, small_files, stored_name
 from raypp.state.checkpoint.commit import list_checkpoints
 from raypp.state.checkpoint.run_spec import read_spec
 from raypp.storage import ObjectStore

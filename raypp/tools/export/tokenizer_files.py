@@ -14,7 +14,7 @@ from typing import Any
 from raypp.errors import DataError, JobError, Problem
 from raypp.job.job import AddedToken
 from raypp.job.models import DecoderOptions
-from raypp.job.paths import SAVED_BESIDE, TEMPLATES
+from raypp.job.small_files import SAVED_BESIDE, TEMPLATES
 from raypp.job.tokenizer_file import BOUNDS, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.rank.data.chat_files import learnt_ends
 from raypp.rank.data.tokenizer import END_NAMES, ByteTokenizer, added_in, open_tokenizer, with_added_tokens

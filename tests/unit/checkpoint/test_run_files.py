@@ -14,7 +14,7 @@ from raypp.api import submission
 from raypp.control.clusters.dashboard import Dashboard, NodeResources
 from raypp.control.clusters.find import Cluster
 from raypp.errors import JobError
-from raypp.job import paths
+from raypp.job import small_files
 from raypp.job.job_file import JobFile, load_job
 from raypp.planning.decide import ON_CPUS
 from raypp.planning.schedules.catalogue import schedule_named
@@ -93,7 +93,7 @@ def test_ranks_open_small_files_from_the_package_as_they_were_submitted(
     shutil.rmtree(tmp_path / "mine")  # as on every other machine
     ZipFile(BytesIO(package)).extractall(tmp_path / "node")
     assert not list((tmp_path / "node").rglob("weights.safetensors"))
-    monkeypatch.setattr(paths, "__file__", str(tmp_path / "node" / "raypp" / "job" / "paths.py"))
+    monkeypatch.setattr(small_files, "__file__", str(tmp_path / "node" / "raypp" / "job" / "small_files.py"))
     data = file.job.data
     assert open_tokenizer(data.tokenizer).eos_id == 2
     assert open_template(data) is not None
@@ -155,7 +155,7 @@ def test_a_resume_compares_the_contents_of_files_wherever_they_are(
 def test_what_is_too_large_stays_and_is_named(
     file: JobFile, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "MOST_BYTES", 100)
+    monkeypatch.setattr(small_files, "MOST_BYTES", 100)
     reported: list[str] = []
     files = travelling_files(file.job, store, False, reported.append)
     assert {name.rpartition("/")[2] for name in files} == {"order.csv", "t.jinja", "your code my_optimizer.py"}

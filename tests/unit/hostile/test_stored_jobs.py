@@ -15,7 +15,8 @@ from raypp.errors import JobError
 from raypp.job.availability import CHOICES
 from raypp.job.load import job_document, parse_job
 from raypp.job.models import DecoderOptions
-from raypp.job.paths import resolve_paths, stored_name
+from raypp.job.paths import resolve_paths
+from raypp.job.small_files import stored_name
 from raypp.planning.decide import decide
 from raypp.records import Event
 from raypp.state.checkpoint.commit import job_identity
