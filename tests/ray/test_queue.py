@@ -215,6 +215,7 @@ def test_twenty_runs_of_four_users_have_their_turns_and_their_numbers_though_lea
     killed, began, ends, asked, busy, useful = 0, time.monotonic(), dict[str, Any](), 0, 0.0, 0.0
     while len(ends) < 20:
         groups = cluster.dashboard.get_json("/api/v0/placement_groups?detail=1&limit=1000")["data"]["result"]["result"]
+        groups = [group for group in groups if group["state"] != "REMOVED"]  # a run that gave way has one of them, too
         states = {group["name"].partition(".")[0].removeprefix("raypp/"): group["state"] for group in groups}
         assert list(states.values()).count("PENDING") <= 1
         held = [group for group in groups if group["state"] == "CREATED" and group["name"].startswith("raypp/r")]
