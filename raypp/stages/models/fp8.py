@@ -44,7 +44,8 @@ def _multiply(a_NK: Tensor, b_OK: Tensor, a_scale_N1: Tensor, b_scale_O1: Tensor
     """Returns a · bᵀ `[N, O]` of e4m3 rows and their scales."""
     if a_NK.device.type == "cpu":
         return (F.linear(a_NK.float(), b_OK.float()) * a_scale_N1 * b_scale_O1.t()).to(dtype)
-    return F.scaled_mm(a_NK, b_OK.t(), a_scale_N1, _ROW_WISE, b_scale_O1.t(), _ROW_WISE, output_dtype=dtype)
+    out = F.scaled_mm(a_NK, b_OK.t(), a_scale_N1, _ROW_WISE, b_scale_O1.t(), _ROW_WISE, output_dtype=torch.bfloat16)
+    return out.to(dtype)  # cards have bf16 only
 
 
 class _Product(torch.autograd.Function):
