@@ -3,7 +3,8 @@
 Run it with `python -m benchmarks.line_scale`. It starts its own Ray with the real leader
 (`raypp.control.queue.leader`), tickets of runs of different sizes that wait, and eight runs that
 hold all devices: placement groups, and actors in place of their controllers, which say that the
-runs take another day. So in each turn the leader asks whether one may go past the head.
+runs take another day. So in each turn the leader asks whether one may go past the head. The first
+row is an actor that does nothing: what Ray itself takes.
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ from raypp.control.queue.ticket import Ticket
 RUNNING = 8
 
 
-class MeasuredLeader(LineLeader):
+class Idle:
+    def look(self) -> None:
+        """Does nothing, once the actor is there."""
+
     def used_s(self) -> float:
         """Returns the CPU time of the process so far."""
         return time.process_time()
+
+
+class MeasuredLeader(LineLeader, Idle):
+    pass
 
 
 class Controller:
@@ -50,18 +58,20 @@ def main() -> None:
         for number in range(RUNNING):
             ray.get(placement_group([{"CPU": 1.0}], name=group_name(f"running-{number}.x")).ready())
             ray.remote(Controller).options(name=f"raypp/running-{number}.x", num_cpus=0).remote()
-        for waiting in given.waiting:
+        for waiting in (0, *given.waiting):
             for number in range(waiting):
                 need = Need(1 + number % RUNNING, 1.0)
                 cluster_view.write(
                     Ticket(f"run-{number}", "/store", 1, "ann", "normal", need, 1e6, {}, at=float(number))
                 )
-            leader: Any = ray.remote(MeasuredLeader).options(num_cpus=0, max_concurrency=8).remote()
+            kind: Any = MeasuredLeader if waiting else Idle
+            leader = ray.remote(kind).options(num_cpus=0, max_concurrency=8).remote()
             ray.get(leader.look.remote())
             time.sleep(5.0)
             before = ray.get(leader.used_s.remote())
             time.sleep(given.seconds)
-            print(f"| {waiting:,} | {(ray.get(leader.used_s.remote()) - before) / given.seconds:.2%} |", flush=True)
+            share, name = (ray.get(leader.used_s.remote()) - before) / given.seconds, f"{waiting:,}"
+            print(f"| {name if waiting else 'an idle actor'} | {share:.2%} |", flush=True)
             ray.kill(leader)
     finally:
         ray.shutdown()
