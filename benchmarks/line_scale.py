@@ -28,8 +28,9 @@ RUNNING = 8
 
 
 class Idle:
-    def look(self) -> None:
+    def look(self) -> bool:
         """Does nothing, once the actor is there."""
+        return True
 
     def used_s(self) -> float:
         """Returns the CPU time of the process so far."""

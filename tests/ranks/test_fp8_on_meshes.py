@@ -36,9 +36,7 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way", thinned(PIPELINES, ["zbv", "weights freed after use"], ["recomputed selectively, split"])
-)
+@pytest.mark.parametrize("way", thinned(PIPELINES, ["zbv"], ["weights freed after use"]))
 def test_a_pipeline_gives_the_bits_of_one_process(way: str) -> None:
     found, reference = trained(PIPELINES[way]), trained(document())
     assert_identical(found, reference)
@@ -57,7 +55,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", thinned(MODELS, ["adapters on fp8"], ["adapters"]))
+@pytest.mark.parametrize("model", thinned(MODELS, [], ["adapters on fp8"]))
 def test_other_models_give_the_bits_of_one_process(model: str) -> None:
     whole = MODELS[model]
     assert_identical(trained({**whole, "mesh": {"pp": 2}}), trained(whole))
@@ -66,6 +64,6 @@ def test_other_models_give_the_bits_of_one_process(model: str) -> None:
 MESHES = [{"fsdp": 2}, {"dp_replicate": 2}, {"pp": 2, "fsdp": 2}, {"fsdp": 2, "reshard_after_forward": True}]
 
 
-@pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[:1], MESHES[-1:]), ids=str)
+@pytest.mark.parametrize("mesh", thinned(MESHES, [], MESHES[:1]), ids=str)
 def test_ranks_that_share_a_step_add_up_what_one_process_does(mesh: dict[str, Any]) -> None:
     assert_same_sums(numbers(document(**mesh)), numbers(document()))
