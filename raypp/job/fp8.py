@@ -14,6 +14,8 @@ from raypp.job.models import DecoderOptions
 
 WIDTH = 16
 """Both widths of a matrix are multiples of it: torch's products in fp8 need that."""
+_GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+"""Small matrices whose results are factors over all later tokens: the gates of a delta rule."""
 
 
 def layer_in_fp8(job: Job, index: int) -> bool:
@@ -23,14 +25,15 @@ def layer_in_fp8(job: Job, index: int) -> bool:
 
 
 def matrices_in_fp8(job: Job, index: int) -> list[Weight]:
-    """Returns the matrices of a layer whose products are in fp8. Not experts, which stay in bf16;
-    not those that `model.lora.base` stores in other bits, which have products of their own."""
+    """Returns the matrices of a layer whose products are in fp8. Not experts and gates, which stay
+    in bf16; not those of a quantised `model.lora.base`, which have products of their own."""
     return _matrices(job.model, index) if layer_in_fp8(job, index) and quantised_base(job.model) is None else []
 
 
 def _matrices(options: DecoderOptions, index: int) -> list[Weight]:
     weights = [] if (family := family_of(options)) is None else family.weights(options, index)
-    return [one for one in weights if len(one.shape) == 2 and is_quantised(one)]
+    matrices = (one for one in weights if len(one.shape) == 2 and is_quantised(one))
+    return [one for one in matrices if one.name.removesuffix(".weight").rpartition(".")[2] not in _GATES]
 
 
 @lru_cache(maxsize=64)

@@ -105,9 +105,14 @@ JOB = {"name": "eight", "data": {"kind": "synthetic", "seq_len": 16}, "mesh": {"
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 48, "vocab_size": 31}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_5"])
 def test_matrices_of_inner_layers_are_in_fp8_and_routers_experts_ends_are_not(kind: str) -> None:
-    job = parse_job({**JOB, "model": {"kind": kind, **SIZES, **({} if kind == "llama" else {"num_experts": 4})}})
+    job = parse_job(
+        {
+            **JOB,
+            "model": {"kind": kind, **SIZES, **({"num_experts": 4} if kind in ("qwen3_moe", "deepseek_v3") else {})},
+        }
+    )
     stage = build_stage(job.model, range(4), first=True, last=True)
     compute_in_fp8(stage, job, kept=True)
     found = {name.removesuffix(".fp8") for name, part in stage.named_modules() if isinstance(part, Fp8Matrix)}
@@ -115,7 +120,7 @@ def test_matrices_of_inner_layers_are_in_fp8_and_routers_experts_ends_are_not(ki
         f"model.layers.{i}.{one.name}".removesuffix(".weight") for i in (1, 2) for one in matrices_in_fp8(job, i)
     }
     assert found == expected and len(list(kept_matrices(stage))) == len(expected) > 0
-    elsewhere = (".experts.", "lm_head", "embed", "layers.0", "layers.3")
+    elsewhere = (".experts.", "lm_head", "embed", "layers.0", "layers.3", "in_proj_a", "in_proj_b")
     assert not any(word in name for name in found for word in elsewhere)
     assert not any(name.endswith(".gate") for name in found)
 
