@@ -49,7 +49,7 @@ from raypp.planning.decision import Decision, Facts
 from raypp.records import Event, Requests, RunState
 from raypp.retry import Backoff
 from raypp.state.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
-from raypp.state.checkpoint.layout import spec_key, step_folder
+from raypp.state.checkpoint.layout import gave_way_key, spec_key, step_folder
 from raypp.state.checkpoint.run_spec import RunEnd, newest_number, read_decision, read_end, write_end
 from raypp.state.memory.files import life_of
 from raypp.storage import StoreError, open_store
@@ -183,6 +183,9 @@ class Leader:
         self._placement.remove()
         self._placement.held = rules.held_nodes
         join_again(self._ticket())
+        with contextlib.suppress(RayppError):  # without its store, only the time that it waits is not known
+            key = gave_way_key(self._request.run, self._number, self.machine.attempt)
+            self._store.put(key, b"", if_absent=True)
 
     def _others_wait(self) -> bool:
         # Imported here: most runs keep their mesh.

@@ -177,6 +177,7 @@ def test_runs_make_room_for_one_of_higher_priority_first_by_shrinking_and_go_on_
     for waiter in (small, large):
         (tmp_path / waiter.place.name / "go").touch()
     whole.wait_attempt(2)
+    assert (waited_s(open_store(whole.url), "whole") or 0.0) > 0.0
     wide.wait(lambda: len(wide.status()["ranks"]) == 8 and wide.status()["attempt"] == 3, "its whole mesh again")
     for run in (whole, wide):
         step = run.status()["step"]

@@ -109,7 +109,7 @@ def kept_place(store: ObjectStore, run: str, number: int) -> float | None:
 
 def waited_s(store: ObjectStore, run: str) -> float | None:
     """Returns for how many seconds a run has waited in line so far, all submissions together, until
-    each claimed its first attempt or ended; None if none ever waited."""
+    each claimed an attempt or ended, also after it gave way; None if none ever waited."""
     if not (came := [info.modified for info in store.list(f"{run}/queued")]):
         return None
     left = [info.modified for part in ("attempts/", "end") for info in store.list(f"{run}/{part}")]

@@ -45,6 +45,11 @@ def queued_key(run: str, number: int = 1) -> str:
     return f"{run}/queued.json" if number == 1 else f"{run}/queued-{number}.json"
 
 
+def gave_way_key(run: str, number: int, attempt: int) -> str:
+    """Returns the key of an empty object: after this attempt the run gave way, and waits."""
+    return f"{run}/queued-{number}-{attempt}.json"
+
+
 def decision_key(run: str, attempt: int) -> str:
     """Returns the key of what was decided for an attempt: `NAME/decision-2.json`."""
     return f"{run}/decision-{attempt}.json"

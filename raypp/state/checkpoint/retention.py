@@ -17,7 +17,7 @@ from raypp.state.checkpoint.ranged_reads import verify_checkpoint
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
 
 _OF_RUN = re.compile(
-    r"(?:spec|end|decision|queued)(?:-[0-9]+)?\.json|status\.json|step-[0-9]+/.+"
+    r"(?:spec|end|decision|queued)(?:-[0-9]+){0,2}\.json|status\.json|step-[0-9]+/.+"
     r"|(?:attempts|events|files|history|logs|machine|trackers|traces)/.+"
 )
 """Keys that a run writes, below its name."""
