@@ -22,10 +22,12 @@ from raypp.control.queue.line import Need, Priority
 from raypp.control.queue.ticket import Ticket, waited_s, write_ticket
 from raypp.errors import JobError, ResourcesError
 from raypp.job.load import job_document, parse_job
+from raypp.retry import Backoff
 from raypp.state.checkpoint.run_spec import read_end, write_spec
 from raypp.state.run_records.reader import RunReader
 from raypp.storage import open_store
 from tests.ray.conftest import Started, StartRun
+from tests.ray.extra_nodes import ExtraNodes
 
 
 class Waiter:
@@ -185,6 +187,33 @@ def test_runs_make_room_for_one_of_higher_priority_first_by_shrinking_and_go_on_
         assert run.stop()["state"] == "STOPPED" and run.status()["restarts"] == 0
         assert [step for _, step in run.taken()] == list(range(1, len(run.taken()) + 1)), "no step is taken twice"
     whole.wait(lambda: not leaders(cluster), "the leader's end, with nothing in the line")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_of_the_line_starts_beside_a_held_node_and_on_it_after_its_release(
+    cluster: Cluster, nodes: ExtraNodes, tmp_path: Path
+) -> None:
+    """Each node has room for two of these runs, and the head for none."""
+    held, other = (node.address for node in nodes.add(71, 72))
+    patience = Backoff(200, first_s=0.2, longest_s=0.2)
+    assert patience.wait(lambda: {held, other} <= {node.ip for node in cluster.dashboard.nodes()})
+    assert hold(cluster, held, "ann") == [held]
+    runs = [Waiter(cluster, tmp_path, name, 20, "normal", "bob", steps=40, hold=20) for name in ("x", "y", "z")]
+
+    def where(waiter: Waiter) -> list[str]:
+        status = RunReader(waiter.store, waiter.place.name).status() or {}
+        return [rank["node"] for rank in status.get("ranks", ()) if status.get("step", 0) >= 10]
+
+    assert patience.wait(lambda: all(where(one) for one in runs[:2]))
+    assert [where(one) for one in runs] == [[other], [other], []]
+    shown = queue(cluster.address)
+    assert [one["run"] for one in shown["waiting"]] == ["z"] and "0 are free" in shown["why"]
+    hold(cluster, held, None)
+    assert patience.wait(lambda: bool(where(runs[2]))) and where(runs[2]) == [held]
+    for waiter in runs:
+        (tmp_path / waiter.place.name / "go").touch()
+    assert patience.wait(lambda: all(read_end(one.store, one.place.name) for one in runs))
 
 
 @pytest.mark.slow
