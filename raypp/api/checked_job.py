@@ -17,6 +17,7 @@ from raypp.job.job_file import IncompleteJobError, JobFile, in_order, job_file, 
 from raypp.job.load import job_document
 from raypp.job.lora import quantised_base
 from raypp.job.paths import is_remote
+from raypp.job.precision import SINCE_FP8
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
 from raypp.planning.costs import device_named
@@ -256,7 +257,8 @@ def grounds_of(
         fix = f"use auto, which is {named.facts.precision} there, or another --device"
         raise JobError(Problem("train.precision", fault, fix))
     if named is not None and quantised_base(job.model) == "fp8" and not named.computes("fp8"):
-        fault = f"a {named.name} has no products in fp8: those need compute capability 8.9 or newer"
+        since = ".".join(map(str, SINCE_FP8))
+        fault = f"a {named.name} has no products in fp8: those need compute capability {since} or newer"
         raise JobError(Problem("model.lora.base", fault, "use int8 or nf4, or another --device"))
     return Grounds(
         machines=read_machines(Path(links)) if links is not None else None,

@@ -9,11 +9,9 @@ from raypp.errors import Problem
 from raypp.job.family import Weight
 from raypp.job.job import Job
 from raypp.job.known_families import family_of
-from raypp.job.lora import is_quantised, quantised_base
+from raypp.job.lora import FP8_WIDTH, is_quantised, quantised_base, wrong_widths
 from raypp.job.models import DecoderOptions
 
-WIDTH = 16
-"""Both widths of a matrix are multiples of it: torch's products in fp8 need that."""
 _GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Small matrices whose results are factors over all later tokens: the gates of a delta rule."""
 
@@ -65,12 +63,6 @@ def fp8_problems(job: Job) -> Iterator[Problem]:
     if base in ("int8", "nf4"):
         fault = f"fp8 has no matrices to compute with: model.lora.base {base} has them all, dequantised to bf16"
         yield Problem("train.precision", fault, "use bf16, or model.lora.base fp8 or bf16")
-    seen: set[int] = set()
-    for index in layers:
-        for weight in matrices_in_fp8(job, index):
-            wrong = [width for width in weight.shape if width % WIDTH]
-            if wrong and wrong[0] not in seen:
-                seen.add(wrong[0])
-                sizes = " × ".join(map(str, weight.shape))
-                fault = f"fp8 needs multiples of {WIDTH}, but model.layers.{index}.{weight.name} is {sizes}"
-                yield Problem("train.precision", fault, f"make {wrong[0]} a multiple of {WIDTH}, or use bf16")
+    matrices = (matrices_in_fp8(job, index) for index in layers)
+    for width, fault in wrong_widths(matrices, FP8_WIDTH, f"fp8 needs multiples of {FP8_WIDTH}"):
+        yield Problem("train.precision", fault, f"make {width} a multiple of {FP8_WIDTH}, or use bf16")

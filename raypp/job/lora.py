@@ -13,7 +13,7 @@ in `raypp.stages.models.quantised_rows`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -50,7 +50,9 @@ NF4 = (
 )
 """The values of 4-bit NormalFloat (QLoRA, arXiv:2305.14314, appendix E)."""
 _SCALE_BYTES = 4
-_FP8_TAIL = 16
+FP8_WIDTH = 16
+"""Both widths of a matrix in fp8 are multiples of it, and its rows begin at such bytes, for the
+kernels."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
@@ -234,9 +236,9 @@ def row_bytes(base: Base, width: int) -> int:
     if base == "int8":
         return width + _SCALE_BYTES
     if base == "fp8":
-        if width % _FP8_TAIL:
-            raise ValueError(f"fp8 needs rows of a multiple of {_FP8_TAIL} weights, not {width}")
-        return width + _FP8_TAIL
+        if width % FP8_WIDTH:
+            raise ValueError(f"fp8 needs rows of a multiple of {FP8_WIDTH} weights, not {width}")
+        return width + FP8_WIDTH
     if width % BLOCK:
         raise ValueError(f"nf4 needs rows of a multiple of {BLOCK} weights, not {width}")
     return width // 2 + width // BLOCK + _SCALE_BYTES
@@ -271,16 +273,26 @@ def quantised_bytes(base: Base, weight: Weight) -> int:
 
 def width_problems(options: DecoderOptions) -> Iterator[Problem]:
     """Finds matrices whose rows `model.lora.base` cannot store: one problem per width."""
-    family, base, seen = family_of(options), quantised_base(options), set[int]()
+    family, base = family_of(options), quantised_base(options)
     if family is None or base is None or base == "int8":
         return
-    each, needs = (
-        (BLOCK, f"nf4 has blocks of {BLOCK} weights") if base == "nf4" else (_FP8_TAIL, "fp8 needs multiples of 16")
-    )
-    for index in range(options.num_layers):
-        for weight in filter(is_quantised, family.weights(options, index)):
-            wrong = [width for width in weight.shape[-1 if base == "nf4" else -2 :] if width % each]
-            if wrong and wrong[0] not in seen:
-                seen.add(wrong[0])
-                fault = f"{needs}, but model.layers.{index}.{weight.name} is {' × '.join(map(str, weight.shape))}"
-                yield Problem("model.lora.base", fault, "use int8, which takes any width")
+    layers = (filter(is_quantised, family.weights(options, index)) for index in range(options.num_layers))
+    if base == "fp8":
+        found = wrong_widths(layers, FP8_WIDTH, f"fp8 needs multiples of {FP8_WIDTH}")
+    else:
+        found = wrong_widths(layers, BLOCK, f"nf4 has blocks of {BLOCK} weights", dims=1)
+    for _, fault in found:
+        yield Problem("model.lora.base", fault, "use int8, which takes any width")
+
+
+def wrong_widths(layers: Iterable[Iterable[Weight]], each: int, needs: str, dims: int = 2) -> Iterator[tuple[int, str]]:
+    """Yields each width in the last dims of a matrix that is no multiple of `each`, and a fault
+    that names the first such matrix. `layers`: the matrices of each layer of a model."""
+    seen: set[int] = set()
+    for index, weights in enumerate(layers):
+        for weight in weights:
+            width = next((width for width in weight.shape[-dims:] if width % each), None)
+            if width is not None and width not in seen:
+                seen.add(width)
+                sizes = " × ".join(map(str, weight.shape))
+                yield width, f"{needs}, but model.layers.{index}.{weight.name} is {sizes}"

@@ -12,7 +12,7 @@ Legend: N rows, C width of the input, O width of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.errors import RayppError
-from raypp.job.fp8 import WIDTH, layer_in_fp8, matrices_in_fp8
+from raypp.job.fp8 import layer_in_fp8, matrices_in_fp8
 from raypp.job.job import Job
+from raypp.job.lora import FP8_WIDTH
 from raypp.job.precision import LARGEST_FP8
 from raypp.stages.models.products import Projection
 
@@ -118,9 +119,9 @@ class Fp8Matrix(nn.Module):
             self.due = False
 
 
-def kept_matrices(module: nn.Module) -> Iterator[Fp8Matrix]:
-    """Yields the fp8 forms that are kept for a step, of a stage or a block."""
-    return (part for part in module.modules() if isinstance(part, Fp8Matrix) and part.rows is not None)
+def kept_matrices(stage: nn.Module) -> Iterator[Fp8Matrix]:
+    """Yields the fp8 forms that a stage keeps for a step."""
+    return (part for part in stage.modules() if isinstance(part, Fp8Matrix) and part.rows is not None)
 
 
 def compute_in_fp8(stage: nn.Module, job: Job, *, kept: bool) -> None:
@@ -134,17 +135,17 @@ def compute_in_fp8(stage: nn.Module, job: Job, *, kept: bool) -> None:
         parts = [block.get_submodule(one.name.removesuffix(".weight")) for one in matrices_in_fp8(job, int(index))]
         if own:
             linear = [part for part in block.modules() if isinstance(part, Projection)]
-            parts = [part for part in linear if not (part.in_features % WIDTH or part.out_features % WIDTH)]
+            parts = [part for part in linear if not (part.in_features % FP8_WIDTH or part.out_features % FP8_WIDTH)]
         if own and not parts:
             what = f"train.precision fp8: layer {index}, a {type(block).__name__}, has no nn.Linear whose widths are "
-            raise RayppError(f"{what}multiples of {WIDTH}", "use train.precision bf16")
+            raise RayppError(f"{what}multiples of {FP8_WIDTH}", "use train.precision bf16")
         for part in parts:
             part.fp8 = Fp8Matrix(part.weight, kept=kept)  # type: ignore[arg-type]
+        if kept:  # FSDP puts its hook, which gathers the weights, before this one
+            block.register_forward_pre_hook(partial(_take_weights, parts))
 
 
-def take_weights(block: nn.Module, _arguments: Any) -> None:
-    """Makes what a block keeps of the step's weights in fp8: its forward's hook, in which FSDP has
-    gathered them."""
-    for part in block.modules():
-        if isinstance(part, Projection) and isinstance(part.fp8, Fp8Matrix):
-            part.fp8.take(part.weight)
+def _take_weights(parts: Sequence[Any], _block: nn.Module, _arguments: Any) -> None:
+    """Makes what the matrices of a block keep of the step's weights in fp8."""
+    for part in parts:
+        part.fp8.take(part.weight)

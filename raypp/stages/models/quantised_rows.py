@@ -95,8 +95,8 @@ def _from_int8(bytes_MR: Tensor, out_MC: Tensor) -> None:
 
 def _to_fp8(rows_MC: Tensor, out_MR: Tensor) -> None:
     """Writes fp32 weights `[M, C]` as fp8 bytes, uint8 `[M, R]`."""
-    _largest(rows_MC)  # refuses what is not finite
     rows, scales = rows_in_fp8(rows_MC)
+    _check_finite(scales)
     tail = torch.zeros(len(rows), out_MR.shape[1] - rows_MC.shape[1] - 4, dtype=torch.uint8, device=out_MR.device)
     torch.cat((rows.view(torch.uint8), scales.view(torch.uint8), tail), dim=1, out=out_MR)
 
@@ -140,9 +140,13 @@ def _from_nf4(bytes_MR: Tensor, out_MC: Tensor) -> None:
 def _largest(values: Tensor) -> Tensor:
     """Returns the largest magnitude of `[..., n]` along the last dim, `[..., 1]`."""
     largest = values.abs().amax(-1, keepdim=True)
+    _check_finite(largest)
+    return largest
+
+
+def _check_finite(largest: Tensor) -> None:
     if not bool(largest.isfinite().all()):
         raise ValueError("a weight is not a finite number")
-    return largest
 
 
 def _fp32(bytes_M4: Tensor) -> Tensor:

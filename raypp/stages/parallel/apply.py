@@ -31,7 +31,7 @@ from raypp.job.known_families import family_of
 from raypp.job.lora import quantised_base
 from raypp.job.precision import FP32
 from raypp.stages.models import grouped_products
-from raypp.stages.models.fp8 import compute_in_fp8, take_weights
+from raypp.stages.models.fp8 import compute_in_fp8
 from raypp.stages.models.products import defer_in
 from raypp.stages.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.stages.models.recomputed import recomputed
@@ -113,8 +113,6 @@ def prepare_stage(
     if data_mesh is not None:
         _shard(stage, job, data_mesh, expert_mesh)
         replica_sums = _replica_sums(stage, job, data_mesh)
-    for block in _blocks(stage) if dtypes.fp8 else ():
-        block.register_forward_pre_hook(take_weights)  # after FSDP's
     _allocate(stage, device, kept or {})
     if replica_sums is not None:
         replica_sums.allocate(stage)
