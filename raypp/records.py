@@ -1,4 +1,5 @@
-"""Records that cross process borders: frozen, plain data. Imports no torch and no ray."""
+"""The axes of the mesh; records that cross process borders: frozen, plain data. Imports neither
+torch nor ray."""
 
 from __future__ import annotations
 

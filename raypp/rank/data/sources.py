@@ -1,4 +1,4 @@
-"""Opens a job's documents, by the kind of its data."""
+"""Opens a job's documents by the kind of its data; each kind is one file here, such as jsonl.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a run's objects, relative to the job's checkpoint.url."""
+"""Keys of a run's objects, relative to checkpoint.url; tensor_file.py lays out what is in them."""
 
 from __future__ import annotations
 

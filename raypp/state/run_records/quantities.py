@@ -1,7 +1,8 @@
 """What a run measures: the quantities of a step and where each is shown, and the gauges.
 
-History, trackers, charts and gauges read this table: a new quantity is a field of `StepReport` and
-an entry here. Ray exports gauges with the prefix `ray_`.
+History, trackers, charts and gauges read this table: a new quantity is an entry here, and a
+field or an extra of `StepReport`, which `rank.step.step` fills. Ray exports gauges with the prefix
+`ray_`.
 """
 
 from __future__ import annotations
