@@ -1,4 +1,4 @@
-"""`raypp queue`: who waits for devices and who has them; `raypp submit` while its run waits."""
+"""`raypp queue`: who waits for devices and who has them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 import click
 
 from raypp.api.queue import cancel_waiting, move, queue
-from raypp.api.submission import Queued
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.output import echo, echo_json, say
+from raypp.cli.output import echo, echo_json
 from raypp.control.clusters.find import find_cluster
-from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.queue import client
-from raypp.control.queue.ticket import place_in_words, rules_in_words
-from raypp.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED
+from raypp.control.queue.ticket import rules_in_words
 from raypp.state.run_records.status import date_and_clock, duration
-from raypp.untrusted.text import shell_word
 
 _WATCH_S = 5.0
 
@@ -98,31 +94,6 @@ def hold_command(address: str | None, node: str, until: str | None) -> None:
 def release_command(address: str | None, node: str) -> None:
     """End the hold on NODE."""
     echo(f"{', '.join(client.hold(find_cluster(address), node, None))} is free for the line")
-
-
-def wait_in_line(queued: Queued, why: str, detach: bool, as_json: bool) -> RunPlace:
-    """Shows a run's place until it starts; returns where it runs. Ctrl-C leaves it in the line."""
-    name = shell_word(queued.place.name)
-    echo(f"{queued.place.name}: {why}", err=as_json)
-    try:
-        for told in queued.follow(say, detach=detach):
-            echo(f"{queued.place.name}: {place_in_words(told)}", err=as_json)
-    except KeyboardInterrupt:
-        echo(err=True)
-        echo(f"{queued.place.name} stays in the line, and starts in its turn", err=True)
-        _print_commands(name, True)
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    if told["state"] in ("cancelled", "lost"):
-        raise SystemExit(EXIT_RUN_FAILED)
-    if detach:
-        _print_commands(name, as_json)
-    return queued.place
-
-
-def _print_commands(name: str, err: bool) -> None:
-    echo("  the line:   raypp queue", err=err)
-    echo(f"  follow it:  raypp status {name} --watch", err=err)
-    echo(f"  cancel it:  raypp queue cancel {name}", err=err)
 
 
 def _show(shown: dict[str, Any]) -> None:

@@ -21,17 +21,17 @@ from rich.spinner import Spinner
 import raypp
 from raypp.api.checked_job import load_checked_job
 from raypp.api.run_control import RunControl, end_in_words
-from raypp.api.submission import JobWatch, enqueue, prepare, start
+from raypp.api.submission import JobWatch, Queued, enqueue, prepare, start
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
 from raypp.cli.output import confirmed, echo, echo_json, json_text, say
-from raypp.cli.queue_commands import wait_in_line
 from raypp.cli.render import curve, error_facts, facts, one_line, show_event, state_text
 from raypp.control.clusters.find import Cluster
 from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.find_run import POLL_S, Records, follow
 from raypp.control.queue.line import PRIORITIES, Priority
-from raypp.errors import EXIT_INTERRUPTED, size_text
+from raypp.control.queue.ticket import place_in_words
+from raypp.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, size_text
 from raypp.records import END_EVENTS, Event, RunState
 from raypp.state.checkpoint.run_spec import read_end
 from raypp.state.run_records.reader import RunReader
@@ -173,8 +173,33 @@ def _sides(versions: dict[str, str]) -> str:
     return f"the cluster has {there}; the code of raypp {raypp.__version__} travels with the job"
 
 
-# submit: following the run
+# submit: waiting in line, and following the run
 # ----------------------------------------------------------------------------------------
+
+
+def wait_in_line(queued: Queued, why: str, detach: bool, as_json: bool) -> RunPlace:
+    """Shows a run's place until it starts; returns where it runs. Ctrl-C leaves it in the line."""
+    name = shell_word(queued.place.name)
+    echo(f"{queued.place.name}: {why}", err=as_json)
+    try:
+        for told in queued.follow(say, detach=detach):
+            echo(f"{queued.place.name}: {place_in_words(told)}", err=as_json)
+    except KeyboardInterrupt:
+        echo(err=True)
+        echo(f"{queued.place.name} stays in the line, and starts in its turn", err=True)
+        _print_queue_commands(name, True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    if told["state"] in ("cancelled", "lost"):
+        raise SystemExit(EXIT_RUN_FAILED)
+    if detach:
+        _print_queue_commands(name, as_json)
+    return queued.place
+
+
+def _print_queue_commands(name: str, err: bool) -> None:
+    echo("  the line:   raypp queue", err=err)
+    echo(f"  follow it:  raypp status {name} --watch", err=err)
+    echo(f"  cancel it:  raypp queue cancel {name}", err=err)
 
 
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool, again: str) -> int:

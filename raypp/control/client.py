@@ -35,9 +35,8 @@ from raypp.kinds import STORES
 from raypp.planning.decide import ON_CPUS, fp16_remark, settle
 from raypp.planning.decision import Facts
 from raypp.planning.fit_search import memory_problems
-from raypp.planning.geometry import Mesh
+from raypp.planning.geometry import Mesh, shapes
 from raypp.planning.host_memory import offload_problems
-from raypp.planning.shapes import shapes
 from raypp.records import RunState
 from raypp.registry import load_object
 from raypp.state.checkpoint.run_spec import read_end

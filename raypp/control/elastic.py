@@ -15,7 +15,7 @@ from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import size_text
 from raypp.job.job import Job
-from raypp.planning.shapes import Shape
+from raypp.planning.geometry import Shape
 from raypp.records import Event
 
 _CHECK_EVERY_S = 1.0

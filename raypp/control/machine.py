@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from raypp.control.recovery.policies.default import DefaultPolicy
 from raypp.control.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
-from raypp.planning.shapes import Shape
+from raypp.planning.geometry import Shape
 from raypp.records import RankFailure, Requests, RunState
 from raypp.untrusted.documents import Count
 

@@ -8,8 +8,8 @@ from raypp.job.job import Job
 from raypp.planning.check import check_plan
 from raypp.planning.decide import decide
 from raypp.planning.decision import CERTAIN, Decision, Facts
+from raypp.planning.geometry import Shape, best_shape
 from raypp.planning.memory import peak_memory
-from raypp.planning.shapes import Shape, best_shape
 from raypp.records import AXES, Event
 from raypp.state.checkpoint.run_spec import write_decision
 from raypp.storage import ObjectStore

@@ -22,9 +22,8 @@ from raypp.job.availability import CHOICES
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES, family_options, kinds_with
 from raypp.job.models import CustomOptions, DecoderOptions
-from raypp.job.other_names import translated
 from raypp.job.section import Section, dotted, section_of, undotted
-from raypp.job.wrong_values import all_sections, field_at, literals_of, section_at, shown, words_of
+from raypp.job.wrong_values import all_sections, field_at, literals_of, section_at, shown, translated, words_of
 from raypp.kinds import TRACKERS
 
 WIDTH = 88

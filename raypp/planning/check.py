@@ -15,10 +15,10 @@ from raypp.job.lora import layer_adapters, quantised_base
 from raypp.job.models import MoeOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP16, FP32
 from raypp.planning.cut import most_stages
+from raypp.planning.geometry import divisors
 from raypp.planning.memory import MOMENTS_BLOCK
 from raypp.planning.resolve import cut_of, lookahead_of, schedule_of
 from raypp.planning.schedules.catalogue import schedule_named, size_problems, too_large
-from raypp.planning.shapes import divisors
 
 _LISTED = 64
 """More stages than this are not listed one by one."""

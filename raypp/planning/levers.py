@@ -17,10 +17,9 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import BASES, width_problems
 from raypp.job.models import with_experts
-from raypp.planning.geometry import Mesh
+from raypp.planning.geometry import Mesh, divisors, shapes
 from raypp.planning.memory import peak_memory
 from raypp.planning.resolve import schedule_of
-from raypp.planning.shapes import divisors, shapes
 from raypp.records import Coordinates
 
 Changes = Mapping[str, Any]

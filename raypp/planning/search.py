@@ -23,12 +23,12 @@ from raypp.planning.check import check_plan
 from raypp.planning.costs import CostsOf, Device
 from raypp.planning.decision import Kind
 from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.geometry import divisors, shapes
 from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
 from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.resolve import schedule_of
 from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.planning.shapes import divisors, shapes
 
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995

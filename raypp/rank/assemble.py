@@ -18,7 +18,7 @@ from raypp.job.optimizer_groups import group_problems
 from raypp.planning.decision import Decision, ResolvedPipeline
 from raypp.planning.geometry import Mesh
 from raypp.planning.offload import offload_in_words
-from raypp.rank.build import BuiltStages, build_stages
+from raypp.rank.build import BuiltStages, FrozenPart, build_stages, take_frozen
 from raypp.rank.data.loader import Loader, open_loader, passes_in_words
 from raypp.rank.device_check import Card, check_device, compare_cards
 from raypp.rank.joining.abort import cut_connections
@@ -32,7 +32,6 @@ from raypp.rank.joining.cuda_settings import (
     share_compile_threads,
 )
 from raypp.rank.joining.process_group import allow_long_steps, joined, pick_device
-from raypp.rank.optimizers.kept_weights import FrozenPart, take
 from raypp.rank.optimizers.optimizer import build_optimizer
 from raypp.rank.optimizers.reduce import GradientReducer
 from raypp.records import Event, Seat
@@ -124,7 +123,7 @@ def assemble(
             place = groups.coordinates
             layers = [pipeline.layers_of_stage[stage] for stage in pipeline.stages_of_rank[place.pp]]
             frozen = None if draw else FrozenPart.of(job, layers, place, str(device))
-            kept = take(frozen)
+            kept = take_frozen(frozen)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw, kept=kept)
             optimizer = optimizer_of(job, built, device, stack)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):

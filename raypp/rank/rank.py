@@ -16,12 +16,12 @@ from raypp.job.job import Job
 from raypp.job.load import job_document
 from raypp.planning.decision import Decision
 from raypp.rank.assemble import AssembledRank, assemble
+from raypp.rank.build import forget_frozen
 from raypp.rank.joining.abort import abort_groups
 from raypp.rank.joining.abort import cut_connections as cut_connections
 from raypp.rank.joining.device_memory import device_memory_error, out_of_device_memory
 from raypp.rank.joining.device_memory import free_cache as free_cache
 from raypp.rank.joining.lost_peer import LostPeerError, explained, lost_peer, origin
-from raypp.rank.optimizers.kept_weights import forget
 from raypp.rank.step.loop import Restored, Training, train
 from raypp.rank.step.reports import RecentReports
 from raypp.rank.step.resume import Restorable, check_shared, restore_newest
@@ -126,7 +126,7 @@ def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
     finally:
         abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
     if kind is not None and kind.traits.taints_snapshots:
-        forget()
+        forget_frozen()
         if tier is not None:
             tier.close(delete=True)  # only earlier commits are trusted
 

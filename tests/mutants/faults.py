@@ -47,7 +47,7 @@ MEETS = {
         ["tests/unit/recovery"],
         ["tests/processes/test_failure_recipes.py", "tests/ray/test_causes_of_failures.py"],
     ),
-    "raypp/planning/shapes.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
+    "raypp/planning/geometry.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
     "raypp/stages/parallel/apply.py": (
         ["tests/unit/parallel/test_prepared_stages.py"],
         [
@@ -95,7 +95,7 @@ _WAITING = "raypp/planning/schedules/waiting.py"
 _DEFAULT = "raypp/control/recovery/policies/default.py"
 _POLICY = "raypp/control/recovery/policy.py"
 _DEATH = "raypp/control/recovery/cause_of_death.py"
-_SHAPE = "raypp/planning/shapes.py"
+_SHAPE = "raypp/planning/geometry.py"
 _HANG = "raypp/control/recovery/hang_analysis.py"
 _APPLY = "raypp/stages/parallel/apply.py"
 _LOADER = "raypp/rank/data/loader.py"

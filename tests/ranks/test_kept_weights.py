@@ -14,7 +14,7 @@ from training import document, thinned
 
 from raypp.job.load import parse_job
 from raypp.job.models import DecoderOptions
-from raypp.rank.optimizers.kept_weights import FrozenPart
+from raypp.rank.build import FrozenPart
 from raypp.records import Coordinates
 from raypp.state.hf.from_hf import hf_options
 

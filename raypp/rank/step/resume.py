@@ -13,8 +13,7 @@ import torch.distributed as dist
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.job.lora import also_trained
 from raypp.rank.assemble import AssembledRank
-from raypp.rank.build import draw_weights
-from raypp.rank.optimizers.kept_weights import keep
+from raypp.rank.build import draw_weights, keep_frozen
 from raypp.rank.step.reports import RecentReports
 from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.state.checkpoint.commit import list_checkpoints, read_commit, read_extra
@@ -165,7 +164,7 @@ def _set_frozen(mine: Restorable) -> None:
         draw_weights(mine.rank.built.modules, mine.rank.job, frozen=True, skip=mine.rank.kept, progress=mine.progress)
     else:
         _load_from_hf(mine, model.from_hf, frozen=True)
-    keep(mine.rank.frozen, mine.rank.built.modules)
+    keep_frozen(mine.rank.frozen, mine.rank.built.modules)
 
 
 def _begin(mine: Restorable) -> None:

@@ -20,8 +20,7 @@ from raypp.rank.joining.device_memory import alloc_retries, peak_memory
 from raypp.rank.optimizers.optimizer import begin_update
 from raypp.rank.optimizers.reduce import GlobalSums, coefficient
 from raypp.rank.step.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
-from raypp.rank.step.loss_scale import LossScale
-from raypp.rank.step.nonfinite import FiniteGuard
+from raypp.rank.step.nonfinite import FiniteGuard, LossScale
 from raypp.rank.step.stragglers import Pace
 from raypp.rank.step.warm_up import RouterLosses, warm_up
 from raypp.records import Event, Requests, SaveProgress, StepReport

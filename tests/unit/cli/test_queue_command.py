@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypp.api.submission import Queued
-from raypp.cli import queue_commands
+from raypp.cli import queue_commands, run_commands
 from raypp.cli.main import run
 from raypp.control.clusters.known_runs import RunPlace
 from raypp.errors import EXIT_INTERRUPTED
@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_the_run_in_line_and_says_how_to_cancel(capsys: pytest.Cap
 
     queued = Interrupted(None, None, RunPlace("/s", "mine", None))  # type: ignore[arg-type]
     with pytest.raises(SystemExit) as left:
-        queue_commands.wait_in_line(queued, "4 ranks need 4 GPUs; 0 are free", False, False)
+        run_commands.wait_in_line(queued, "4 ranks need 4 GPUs; 0 are free", False, False)
     told = capsys.readouterr()
     assert left.value.code == EXIT_INTERRUPTED
     assert "mine: place 2 in the line, after x (theirs has 8 GPU); the line is paused by bob since " in told.out

@@ -28,8 +28,7 @@ from raypp.control.run_record import end_event
 from raypp.failure_kinds import FailureKind
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
-from raypp.planning.geometry import Mesh
-from raypp.planning.shapes import Shape
+from raypp.planning.geometry import Mesh, Shape
 from raypp.records import Event, RankFailure, RankResult, RunState, Seat, StepReport
 from raypp.state.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.state.checkpoint.run_spec import write_decision

@@ -15,7 +15,7 @@ from raypp.control.machine_log import MachineLog
 from raypp.control.recovery.policies.default import DefaultPolicy
 from raypp.control.recovery.policy import Policy
 from raypp.failure_kinds import FailureKind
-from raypp.planning.shapes import Shape
+from raypp.planning.geometry import Shape
 from raypp.records import RankFailure, Requests, RunState
 from raypp.storage.directory import DirectoryStore
 

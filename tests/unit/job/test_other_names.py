@@ -9,9 +9,8 @@ import pytest
 from raypp.errors import JobError
 from raypp.job.explain import explain
 from raypp.job.job_file import load_job
-from raypp.job.other_names import other_names, translated
 from raypp.job.section import undotted
-from raypp.job.wrong_values import field_at
+from raypp.job.wrong_values import field_at, other_names, translated
 
 PAGE = Path(__file__).parents[3] / "docs" / "tasks" / "coming_from.md"
 NAMES = other_names()

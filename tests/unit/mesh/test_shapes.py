@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.planning.shapes import Shape, best_shape
+from raypp.planning.geometry import Shape, best_shape
 
 
 def shape(pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, microbatches: int = 8) -> Shape:
