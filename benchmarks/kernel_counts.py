@@ -23,7 +23,7 @@ from raypp.job.decoder_layer import Layer
 from raypp.job.load import parse_job
 from raypp.planning.loss_memory import chunk_size
 from raypp.stages.models import experts as experts_module
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.loss import losses_and_errors

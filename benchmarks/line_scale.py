@@ -17,12 +17,12 @@ import ray
 from ray.util.placement_group import placement_group
 
 from benchmarks.surroundings import announce
-from raypp.control.placement import group_name
 from raypp.control.protocol import NAMESPACE
 from raypp.control.queue import cluster_view
 from raypp.control.queue.leader import LineLeader
 from raypp.control.queue.line import Need
 from raypp.control.queue.ticket import Ticket
+from raypp.control.ray_state import group_name
 
 RUNNING = 8
 

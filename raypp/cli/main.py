@@ -16,7 +16,7 @@ import raypp
 from raypp.cli.output import echo, echo_lines, show_error
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, causes, origin_in_words
 from raypp.registry import load_object
-from raypp.storage.store_retry import bounded_command
+from raypp.storage.store import bounded_command
 from raypp.untrusted.text import VisibleFormatter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

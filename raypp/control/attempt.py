@@ -17,7 +17,7 @@ from raypp.control.placement import Placement
 from raypp.control.postmortem import cause_of_worker_death, death_during_controller_outage
 from raypp.control.protocol import ReportBatch, WorkerInfo, WorkerStatus
 from raypp.control.rank_ends import RankEnds, answer_to
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.errors import RayppError

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from typing import Any
 
@@ -13,9 +12,8 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.process_log import say
 from raypp.control.protocol import NAMESPACE, WorkerStatus
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.state.memory.files import files_of, keep_run, remove_run
 
 log = logging.getLogger(__name__)
@@ -41,24 +39,6 @@ def end_actor(actor: Any) -> None:
     """Ends an actor for good; one that has ended already is fine."""
     with contextlib.suppress(RayActorError, ValueError):
         ray.kill(actor, no_restart=True)
-
-
-def exit_if_ended() -> None:
-    """Ends this process if Ray no longer has its actor. Ray 2.60 does not end the process of an
-    actor that was being created when the head restarted (github.com/ray-project/ray/issues/63763):
-    Ray considers it dead, but it would keep its memory and device."""
-    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-    if not name:
-        return
-    try:
-        ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        # Ray also raises this after most errors of the head. The list is the head's answer, or
-        # raises.
-        if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
-            return
-        say("Ray no longer has this actor: its process exits")
-        os._exit(0)
 
 
 def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:

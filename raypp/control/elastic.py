@@ -7,7 +7,7 @@ from collections.abc import Callable
 from raypp.control import machine as m
 from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.control.recovery.policy import bad_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.seats import SITE

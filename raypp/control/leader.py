@@ -22,11 +22,12 @@ from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
 from raypp.control.node_test import examine_nodes
 from raypp.control.on_end import tell_end
-from raypp.control.placement import Placement, remove_groups_of
+from raypp.control.placement import Placement
 from raypp.control.protocol import RunRequest
 from raypp.control.queue import rules
 from raypp.control.queue.line import Need
 from raypp.control.queue.ticket import Ticket
+from raypp.control.ray_state import remove_groups_of
 from raypp.control.recovery.policies.default import DefaultPolicy
 from raypp.control.recovery.policy import Policy, policy_of, without_culprit
 from raypp.control.report.reports import Reports
@@ -53,7 +54,7 @@ from raypp.state.checkpoint.layout import gave_way_key, spec_key, step_folder
 from raypp.state.checkpoint.run_spec import RunEnd, newest_number, read_decision, read_end, write_end
 from raypp.state.memory.files import life_of
 from raypp.storage import StoreError, open_store
-from raypp.storage.store_retry import WAIT_S
+from raypp.storage.store import WAIT_S
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from raypp.control.group_test import GROUP_TIMEOUT_S, slowest
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.control.worker_group import WorkerGroup
 
 _PATIENCE_S = 30.0

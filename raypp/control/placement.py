@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, places
+from raypp.control.ray_state import LostNodes, all_nodes, capacity, existing_group, group_name, places, run_of
 from raypp.job.job import Job
 from raypp.records import EventKind
 
@@ -267,39 +266,6 @@ def make_group(
         [dict(bundle)] * bundles, strategy="PACK", name=name, lifetime=lifetime, **options
     )
     return made
-
-
-def existing_group(name: str) -> PlacementGroup | None:
-    """Returns the placement group of that name; None when there is none."""
-    try:
-        existing: PlacementGroup = ray.util.get_placement_group(name)
-    except ValueError:
-        return None
-    return existing
-
-
-def group_name(run: str) -> str:
-    """Returns the name of a run's placement group."""
-    return f"raypp/{run}"
-
-
-def run_of(group: str) -> str:
-    """Returns the run of a placement group's name; the name itself if it is no run's."""
-    run = group.removeprefix("raypp/").partition("/")[0]
-    return run.rpartition(".")[0] or group
-
-
-def holds_devices(run: str) -> bool:
-    """Returns whether a run still has its placement group."""
-    return existing_group(group_name(run)) is not None
-
-
-def remove_groups_of(run: str) -> None:
-    """Releases every device of a run by the run's name."""
-    for name in (f"{group_name(run)}/spares", group_name(run)):
-        group = existing_group(name)
-        if group is not None:
-            remove_placement_group(group)
 
 
 def _living_nodes(table: dict[str, Any]) -> dict[int, str]:

@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayError
 
 from raypp.control import process_evidence
-from raypp.control.ray_nodes import all_nodes
-from raypp.control.recovery.cause_of_death import Death, DeathEvidence, cause_of_death
+from raypp.control.process_evidence import Death, DeathEvidence, cause_of_death
+from raypp.control.ray_state import all_nodes
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind

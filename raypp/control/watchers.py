@@ -14,7 +14,7 @@ from raypp.control.machine import Machine, MachineEvent, RankFailed
 from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_flight_records, collect_stacks
 from raypp.control.process_evidence import MOST_CHARACTERS
-from raypp.control.ray_nodes import draining_nodes
+from raypp.control.ray_state import draining_nodes
 from raypp.control.recovery.hang_analysis import pending, stuck_collectives
 from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord

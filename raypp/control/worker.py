@@ -20,14 +20,13 @@ import psutil
 import ray
 
 from raypp.control import process_evidence
-from raypp.control.cleanup import exit_if_ended
 from raypp.control.credentials import load_private_environment, scrubbed
 from raypp.control.group_test import run_group
-from raypp.control.placement import holds_devices, remove_groups_of
+from raypp.control.process_evidence import DeathEvidence, within_rank_frame
 from raypp.control.process_log import say, say_exception
-from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
+from raypp.control.protocol import NAMESPACE, RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment, worker_info
-from raypp.control.recovery.cause_of_death import DeathEvidence, within_rank_frame
+from raypp.control.ray_state import holds_devices, remove_groups_of
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
 from raypp.errors import RayppError, causes, origin_in_words
@@ -368,6 +367,24 @@ def ask_interval_s(ranks: int) -> float:
     """Returns the seconds between two checks of one process, so that all processes of a run
     together cost the controller the same whatever their number."""
     return max(_INTERVAL_S, _INTERVAL_S_PER_RANK * ranks)
+
+
+def exit_if_ended() -> None:
+    """Ends this process if Ray no longer has its actor. Ray 2.60 does not end the process of an
+    actor that was being created when the head restarted (github.com/ray-project/ray/issues/63763):
+    Ray considers it dead, but it would keep its memory and device."""
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    if not name:
+        return
+    try:
+        ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        # Ray also raises this after most errors of the head. The list is the head's answer, or
+        # raises.
+        if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
+            return
+        say("Ray no longer has this actor: its process exits")
+        os._exit(0)
 
 
 class OrphanWatch:

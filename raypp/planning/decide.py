@@ -6,21 +6,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, size_text
 from raypp.job.job import Job
 from raypp.job.precision import BF16
 from raypp.planning.activations import stage_activation_bytes
 from raypp.planning.costs import against_compiling, device_named, peak_tflops
-from raypp.planning.decision import Decision, Facts, ResolvedPipeline
+from raypp.planning.decision import Decision, Facts, Kind, ResolvedPipeline
 from raypp.planning.flops import flops_per_key, flops_per_token
 from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import offloaded_by_ranks
-from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import memories
-from raypp.planning.reduction import FAST_GBPS, LAST, reduction_on
+from raypp.planning.machines import INSIDE_GBPS, Machines, Node
+from raypp.planning.memory import memories, peak_memory
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.schedules.action import splits_backward
 from raypp.planning.schedules.simulate import StageTimes
@@ -32,6 +32,9 @@ _MOST_CTAS = 4
 each about a processor of the GPU, until its message arrives. NCCL's default is up to 32 on
 NVLink."""
 _ONE_CTA_GBPS = 100.0
+EACH, LAST = "each_microbatch", "last_microbatch"
+FAST_GBPS = 800.0
+"""Rate between two devices of a node from which sums in every backward cost next to nothing."""
 
 
 def settle(job: Job, facts: Facts) -> Job:
@@ -140,7 +143,7 @@ def pipeline_ctas(job: Job, facts: Facts) -> tuple[int, str]:
         return _MOST_CTAS, ""
     nodes = Machines(tuple(Node(str(index), count) for index, count in enumerate(facts.gpus)))
     seats = nodes.seats(mesh, apart=job.outer is not None)
-    rates = {"in a node": _inside(facts.cards), "between nodes": facts.network_gbps}
+    rates = {"in a node": _inside(facts.cards, 0.0), "between nodes": facts.network_gbps}
     crossed = {
         "in a node" if seats[one].name == seats[other].name else "between nodes"
         for ranks in mesh.groups("pp")
@@ -152,8 +155,56 @@ def pipeline_ctas(job: Job, facts: Facts) -> tuple[int, str]:
     return ctas, f"a message between stages gets {blocks}: the slowest boundary, {where}, has {known}"
 
 
-def _inside(cards: tuple[str, ...]) -> float:
+def _inside(cards: Iterable[str], unknown: float) -> float:
+    """Returns the least rate in Gbit/s between two of these cards in a node."""
     try:
-        return min((device_named(card).inside_gbps for card in cards), default=0.0)
+        return min((device_named(card).inside_gbps for card in cards), default=unknown)
     except JobError:  # an unknown card
-        return 0.0
+        return unknown
+
+
+# `mesh.reduce_gradients`: when the ranks that share weights sum their gradients. Sums in every
+# backward keep no whole gradients between microbatches, but send as much again for each of them
+# (docs/design/0065).
+
+
+def decide_reduction(
+    job: Job, machines: Machines, device_memory: int, kind: Kind, pipeline: ResolvedPipeline | None = None
+) -> tuple[Job, str]:
+    """Decides `mesh.reduce_gradients: auto`. Arguments as of `forecast`. Returns the job, and why,
+    in words; "" where there is nothing to decide."""
+    if job.mesh.reduce_gradients != "auto":
+        return job, ""
+    each, last = job.with_reduction(EACH), job.with_reduction(LAST)
+    if kind == "cpu" or job.mesh.shards == 1 or job.pipeline.microbatches == 1:
+        return last, ""
+    auto, shared = "mesh.reduce_gradients: auto is", f"the {job.mesh.shards} ranks that share weights"
+    if job.train.sync.kind == "int8":
+        return last, f"{auto} {LAST}: sums over replicas are in int8 (train.sync)"
+    seats = machines.seats(Mesh.of(job.mesh), apart=job.outer is not None)
+    groups = [{seats[rank].name for rank in group} for group in Mesh.of(job.mesh).groups(("fsdp", "cp"))]
+    links = [machines.between(*names, *names) for names in groups if len(names) == 1]
+    rate = min((link.gbps for link in links if link is not None), default=0.0)
+    if len(links) == len(groups) and rate >= FAST_GBPS:
+        return each, f"{auto} {EACH}: {shared} are in one node, at {rate:,.0f} Gbit/s"
+    if device_memory:
+        least, most = (peak_memory(way, kind, pipeline) for way in (each, last))
+        if least <= device_memory < most:
+            need, have = size_text(most), size_text(device_memory)
+            return each, f"{auto} {EACH}: with {LAST} a rank would need {need}, and a device has {have}"
+    where = "are in several nodes" if len(links) < len(groups) else f"have {rate:,.0f} Gbit/s between them"
+    return last, f"{auto} {LAST}: {shared} {where}"
+
+
+def reduction_on(job: Job, devices: Sequence[int], names: Iterable[str], memory: int) -> Job:
+    """Decides `mesh.reduce_gradients: auto` for the life of a run on nodes of a cluster. `devices`:
+    GPUs of each node; none: ranks compute on CPUs. `names`: of these GPUs. `memory`: bytes of the
+    smallest."""
+    if sum(devices) < job.mesh.world:
+        return job.with_reduction(LAST)
+    nodes = tuple(Node(str(index), count) for index, count in enumerate(devices))
+    inside = _inside(names, INSIDE_GBPS)
+    try:
+        return decide_reduction(job, Machines(nodes, inside_gbps=inside), memory, "cuda")[0]
+    except JobError:  # `check_plan` says why
+        return job.with_reduction(LAST)

@@ -24,13 +24,13 @@ from raypp.job.job import Job
 from raypp.job.load import parse_job
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Device, computed_costs
+from raypp.planning.decide import EACH, LAST, decide_reduction
 from raypp.planning.decision import too_little
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind, peak_memory, rank_memories
-from raypp.planning.reduction import EACH, LAST, decide_reduction
 from raypp.planning.search import Candidate, changed_job
 from raypp.untrusted.text import shell_word
 

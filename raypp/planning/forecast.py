@@ -27,12 +27,12 @@ from raypp.job.lora import lowest_trained
 from raypp.planning.activations import microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
 from raypp.planning.costs import Costs, CostsOf, computed_costs, context_bytes
+from raypp.planning.decide import decide_reduction
 from raypp.planning.decision import Kind, RankMemory, ResolvedPipeline
 from raypp.planning.geometry import Mesh, of_pipeline_rank
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, message_bytes
 from raypp.planning.memory import gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_in_words
-from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.schedules.simulate import Simulator, StageTimes, Timeline

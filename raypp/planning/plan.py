@@ -15,7 +15,7 @@ from raypp.errors import JobError, Problem, ResourcesError, first_of
 from raypp.job.job import Job
 from raypp.job.optimizer_groups import matched, trained_names
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, host_remark
-from raypp.planning.decide import decide, fp16_remark, settle
+from raypp.planning.decide import decide, decide_reduction, fp16_remark, settle
 from raypp.planning.decision import Decision, RankMemory, ResolvedPipeline
 from raypp.planning.flops import flops_per_token
 from raypp.planning.forecast import Forecast, forecast
@@ -23,7 +23,6 @@ from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
 from raypp.planning.offload import offload_in_words
-from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.schedules import picture
 from raypp.planning.schedules.action import printed, splits_backward

@@ -36,13 +36,13 @@ from raypp.rank.optimizers.optimizer import build_optimizer
 from raypp.rank.optimizers.reduce import GradientReducer
 from raypp.records import Event, Seat
 from raypp.stages.models import fused
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.stage import parameter_names
 from raypp.stages.parallel.apply import compute_dtype
 from raypp.stages.parallel.attention_choice import choose_attention
 from raypp.stages.parallel.outer_sync import OuterSync
 from raypp.stages.parallel.rank_groups import RankGroups, make_groups
-from raypp.untrusted.signed_keys import SignedKeys
+from raypp.untrusted.sockets import SignedKeys
 
 log = logging.getLogger(__name__)
 

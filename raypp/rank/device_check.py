@@ -26,7 +26,7 @@ from raypp.rank.joining.device_memory import DeviceTakenError, card_uuid, change
 from raypp.rank.joining.network import network_gbps
 from raypp.records import Coordinates, Event, Seat
 from raypp.retry import Backoff
-from raypp.untrusted.signed_keys import KeyValueStore
+from raypp.untrusted.sockets import KeyValueStore
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from raypp.state.memory.restore import open_memory_tier
 from raypp.state.memory.tier import Apart, MemoryTier
 from raypp.storage import open_store
 from raypp.storage.rate_limit import OtherTraffic, Pace
-from raypp.storage.store_retry import LONG_S, patience_from_environment
+from raypp.storage.store import LONG_S, patience_from_environment
 from raypp.torch_private import flight_record as flight_record
 
 if TYPE_CHECKING:

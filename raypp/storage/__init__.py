@@ -14,11 +14,11 @@ from raypp.storage.store import (
     NotFound,
     ObjectInfo,
     ObjectStore,
+    Patience,
     ServerNotThere,
     StoreError,
     Unfinished,
 )
-from raypp.storage.store_retry import Patience
 
 __all__ = [
     "AccessRefused",

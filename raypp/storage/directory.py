@@ -26,6 +26,7 @@ from raypp.storage.store import (
     ForeignNames,
     NotFound,
     ObjectInfo,
+    Patience,
     StoreError,
     Unfinished,
     check_key,
@@ -34,7 +35,6 @@ from raypp.storage.store import (
     problem_of_key,
     too_large,
 )
-from raypp.storage.store_retry import Patience
 from raypp.untrusted.files import check_own, expand_home, kind_of
 from raypp.untrusted.text import visible
 

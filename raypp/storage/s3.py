@@ -49,13 +49,14 @@ from raypp.storage.store import (
     MemorySource,
     NotFound,
     ObjectInfo,
+    Patience,
     StoreError,
     Unfinished,
     check_key,
     check_prefix,
+    patience_from_environment,
     probe_by_writing,
 )
-from raypp.storage.store_retry import Patience, patience_from_environment
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

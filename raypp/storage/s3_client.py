@@ -18,8 +18,15 @@ from urllib.parse import urlsplit
 from raypp.errors import JobError, Problem, RayppError, in_words
 from raypp.proxies import FIX, is_loopback, proxy_for
 from raypp.storage.s3_upload import prepare_client
-from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
-from raypp.storage.store_retry import SILENCE_S, seconds_from_environment
+from raypp.storage.store import (
+    SILENCE_S,
+    AccessRefused,
+    BucketMissing,
+    NotFound,
+    ServerNotThere,
+    StoreError,
+    seconds_from_environment,
+)
 from raypp.untrusted.text import visible
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from raypp.rank.optimizers.reduce import GlobalSums, GradientReducer
 from raypp.rank.own_seat import local_seat
 from raypp.rank.step.collate import StageBatch
 from raypp.rank.step.step import ReadStep, StepRunner, Stopwatch
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.stage import parameter_names
 from raypp.stages.parallel.attention_choice import choose_attention
 from raypp.stages.parallel.rank_groups import make_groups

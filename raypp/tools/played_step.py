@@ -23,7 +23,7 @@ from raypp.planning.decision import Facts
 from raypp.rank.step.step import ReadStep
 from raypp.records import Requests
 from raypp.stages.models import experts, loss
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.parallel.compute_copies import copies_of
 from raypp.stages.pipeline.agreement import StepPlan
 from raypp.tools.fake_device import NAME, fake_runner, run_fake_step

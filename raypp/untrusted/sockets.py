@@ -1,6 +1,9 @@
 """Connections between processes of raypp: each side first proves that it knows a secret. The proofs
 are HMAC-SHA-256 over random numbers of both sides. Until then a peer gets no thread, 80 bytes of
-memory and a few seconds. What follows is not encrypted."""
+memory and a few seconds. What follows is not encrypted.
+
+Values in torch's key-value store, which everybody who reaches its port may read and write, are
+signed with such a secret."""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from raypp.errors import RayppError
+from raypp.errors import Problem, RayppError, UnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -294,3 +298,38 @@ def receive(connection: socket.socket, size: int, patience_s: float) -> bytes:
 
 def _proof(secret: bytes, side: bytes, listener: bytes, caller: bytes, number: int) -> bytes:
     return hmac.digest(secret, side + listener + caller + number.to_bytes(8, "little"), "sha256")
+
+
+_DIGITS = 64
+
+
+class KeyValueStore(Protocol):
+    """The methods of torch's store that are used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class SignedKeys:
+    """A store whose values begin with an HMAC-SHA-256 of the key and the value. `secret`: the
+    attempt's secret, in hex digits; empty: a signature proves nothing."""
+
+    def __init__(self, store: KeyValueStore, secret: str) -> None:
+        self._store, self._secret = store, bytes.fromhex(secret)
+        self.check = store.check
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, self._sign(key, value.encode()) + value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value, and waits for it as the store does. Raises UnreachableError: somebody
+        wrote it who does not know the secret."""
+        data = self._store.get(key)
+        if not hmac.compare_digest(data[:_DIGITS], self._sign(key, data[_DIGITS:]).encode()):
+            fault = "was written into the rendezvous by somebody who does not know the run's secret"
+            raise UnreachableError(Problem(key, fault, "keep the nodes in a network of their own"))
+        return data[_DIGITS:]
+
+    def _sign(self, key: str, value: bytes) -> str:
+        return hmac.digest(self._secret, f"{key}\0".encode() + value, "sha256").hex()

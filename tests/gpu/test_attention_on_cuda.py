@@ -18,8 +18,7 @@ from raypp.job.job import Job
 from raypp.job.load import parse_job
 from raypp.rank.data.packing import Row
 from raypp.rank.step.collate import collate, on_device
-from raypp.stages.models.attention import PLAIN, packed_attention
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import PLAIN, AttentionKernel, packed_attention
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
 from raypp.stages.parallel.context import WholeRows

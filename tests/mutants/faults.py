@@ -47,6 +47,10 @@ MEETS = {
         ["tests/unit/recovery"],
         ["tests/processes/test_failure_recipes.py", "tests/ray/test_causes_of_failures.py"],
     ),
+    "raypp/control/process_evidence.py": (
+        ["tests/unit/recovery/test_cause_of_death.py", "tests/unit/control/test_process_evidence.py"],
+        ["tests/processes/test_traces_of_processes.py", "tests/ray/test_causes_of_failures.py"],
+    ),
     "raypp/planning/geometry.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
     "raypp/stages/parallel/apply.py": (
         ["tests/unit/parallel/test_prepared_stages.py"],
@@ -94,7 +98,7 @@ _POSTING = "raypp/planning/schedules/posting.py"
 _WAITING = "raypp/planning/schedules/waiting.py"
 _DEFAULT = "raypp/control/recovery/policies/default.py"
 _POLICY = "raypp/control/recovery/policy.py"
-_DEATH = "raypp/control/recovery/cause_of_death.py"
+_DEATH = "raypp/control/process_evidence.py"
 _SHAPE = "raypp/planning/geometry.py"
 _HANG = "raypp/control/recovery/hang_analysis.py"
 _APPLY = "raypp/stages/parallel/apply.py"

@@ -15,7 +15,7 @@ import pytest
 from programs import run_python
 
 from raypp.control import process_evidence
-from raypp.control.recovery.cause_of_death import DeathEvidence, cause_of_death
+from raypp.control.process_evidence import DeathEvidence, cause_of_death
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -98,7 +98,7 @@ _OTHER = """Thread 0x00007f68 (most recent call first):
 
 _LIVE = """
 import faulthandler, threading
-from raypp.control.recovery.cause_of_death import within_rank_frame
+from raypp.control.process_evidence import within_rank_frame
 
 def attention():
     inside.set()

@@ -22,11 +22,9 @@ from raypp.planning.decide import decide
 from raypp.rank.assemble import assemble
 from raypp.rank.data.loader import open_loader
 from raypp.rank.step.collate import labelled_tokens
-from raypp.stages.models.attention import PLAIN, packed_attention
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import PLAIN, AttentionKernel, packed_attention
 from raypp.stages.models.documents import PackedDocuments
-from raypp.stages.parallel.context import ContextShare, RingShare, UlyssesShare
-from raypp.stages.parallel.ring import Ring
+from raypp.stages.parallel.context import ContextShare, Ring, RingShare, UlyssesShare
 from raypp.state.checkpoint.state import gather_state
 
 STEPS = 2

@@ -26,9 +26,9 @@ from raypp.rank.optimizers.optimizer_offload import OffloadedOptimizer
 from raypp.rank.step import replicas
 from raypp.rank.step.step import ReadStep
 from raypp.records import Requests
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.stage import parameter_names
-from raypp.stages.parallel import replica_sums, ring
+from raypp.stages.parallel import context, replica_sums
 from raypp.stages.parallel.host_copies import CopyStreams, Pairs
 from raypp.stages.pipeline import planned_stage
 from raypp.stages.pipeline.activation_offload import ActivationOffload
@@ -176,7 +176,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
         (replica_sums, "_finish", _adds_up_at_once),
         "reads what c10d::allgather_",
     ),
-    "a ring does not wait": ("ring", (ring, "_finish", lambda works: None), "c10d::recv_"),
+    "a ring does not wait": ("ring", (context, "_wait", lambda works: None), "c10d::recv_"),
     "the host does not wait for a copy": (
         "bf16, offloaded",
         (replicas, "await_on_host", lambda parameters: None),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention_kernel import AttentionKernel, Segments
+from raypp.stages.models.attention import AttentionKernel, Segments
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.varlen_attention import attend_with_sinks
 

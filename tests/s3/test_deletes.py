@@ -13,7 +13,7 @@ from seaweed import BUCKET
 from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage import StoreError
 from raypp.storage.s3 import S3Store
-from raypp.storage.store_retry import Patience
+from raypp.storage.store import Patience
 from raypp.tools.doctor.findings import findings
 from raypp.tools.doctor.node import NodeProbe
 

@@ -17,7 +17,7 @@ from raypp.state.checkpoint.commit import claim_attempt
 from raypp.state.checkpoint.layout import commit_key, rank_key
 from raypp.storage import AlreadyExists, ServerNotThere, StoreError
 from raypp.storage.s3 import S3Store
-from raypp.storage.store_retry import Patience
+from raypp.storage.store import Patience
 
 PATIENT = Patience(30.0, 30.0)
 HASTY = Patience(1.5, 1.5)

@@ -14,7 +14,7 @@ from seaweed import BUCKET
 
 from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
-from raypp.storage.store_retry import Patience
+from raypp.storage.store import Patience
 
 pytestmark = pytest.mark.slow
 

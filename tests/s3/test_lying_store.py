@@ -21,7 +21,7 @@ from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import RunStatus
 from raypp.storage import open_store, s3_listing
 from raypp.storage.s3 import S3Store
-from raypp.storage.store_retry import Patience, bounded_command
+from raypp.storage.store import Patience, bounded_command
 
 pytestmark = pytest.mark.timeout(120)  # a lie must hold up no command for ever
 PREFIX = "lying"

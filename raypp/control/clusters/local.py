@@ -17,7 +17,6 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from raypp.control.clusters.dashboard import Dashboard
-from raypp.control.clusters.ray_head import LOOPBACK_ONLY, NODE_IP
 from raypp.errors import RayppError, UnreachableError
 from raypp.own_process import OwnProcess
 from raypp.proxies import loopback_without_proxy
@@ -25,6 +24,10 @@ from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
 from raypp.user_folder import raypp_home
 
+NODE_IP = "127.0.0.1"
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's switch for clusters of one machine. Without it, Ray replaces 127.0.0.1 by an address of the
+network; with a node on 127.0.0.1, all processes of Ray listen on that address only."""
 RAY_PARENT, RAY_PREFIX = "/tmp", "raypp-"
 _STATE_BYTES = 64 << 10
 _GRACE_S = 1.0

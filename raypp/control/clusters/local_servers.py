@@ -16,8 +16,17 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from raypp.control.clusters.local import RAY_PARENT, RAY_PREFIX, LocalCluster, S3Process, directory, read_state, remains
-from raypp.control.clusters.ray_head import NODE_IP, RAY_FILES, SlowStartError, start_ray_head, wait_for_ray
+from raypp.control.clusters.local import (
+    NODE_IP,
+    RAY_PARENT,
+    RAY_PREFIX,
+    LocalCluster,
+    S3Process,
+    directory,
+    read_state,
+    remains,
+)
+from raypp.control.clusters.ray_head import RAY_FILES, SlowStartError, start_ray_head, wait_for_ray
 from raypp.control.clusters.seaweed import SeaweedServer
 from raypp.environment import need
 from raypp.own_process import OwnProcess

@@ -11,16 +11,13 @@ import time
 from pathlib import Path
 
 from raypp.control.clusters.dashboard import Dashboard
+from raypp.control.clusters.local import LOOPBACK_ONLY, NODE_IP
 from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.ports import free_ports
 from raypp.proxies import loopback_without_proxy
 
 log = logging.getLogger(__name__)
 
-NODE_IP = "127.0.0.1"
-LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray's switch for clusters of one machine. Without it, Ray replaces 127.0.0.1 by an address of the
-network; with a node on 127.0.0.1, all processes of Ray listen on that address only."""
 RAY_FILES = "r"
 """Ray lets everybody write to its folder and to what is in it, whatever modes they were made with.
 So that folder is in one that only the owner may enter."""

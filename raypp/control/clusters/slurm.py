@@ -26,14 +26,8 @@ from importlib import metadata
 from pathlib import Path
 
 from raypp.control.clusters.dashboard import Dashboard, NodeResources
-from raypp.control.clusters.ray_head import (
-    LOOPBACK_ONLY,
-    NODE_IP,
-    RAY_FILES,
-    START_NODE,
-    agent_ports,
-    short_temporary_directory,
-)
+from raypp.control.clusters.local import LOOPBACK_ONLY, NODE_IP
+from raypp.control.clusters.ray_head import RAY_FILES, START_NODE, agent_ports, short_temporary_directory
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
 from raypp.ports import address_towards, free_port, free_ports, place_of

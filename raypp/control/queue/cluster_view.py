@@ -21,7 +21,7 @@ from raypp.control.protocol import NAMESPACE
 from raypp.control.queue import rules
 from raypp.control.queue.line import PRIORITIES, Need, Priority, Room, Running, expected_starts, next_move, with_holds
 from raypp.control.queue.ticket import Ticket
-from raypp.control.ray_nodes import free_per_node
+from raypp.control.ray_state import free_per_node
 from raypp.errors import RayppError
 
 _SPACE = "raypp-queue"

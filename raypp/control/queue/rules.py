@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.errors import CheckpointError, RayppError
 from raypp.untrusted.documents import Bounds, Time, parse_as
 

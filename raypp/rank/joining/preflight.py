@@ -26,8 +26,7 @@ from raypp.rank.joining.network import Chosen, interface_to
 from raypp.records import Seat
 from raypp.retry import Backoff
 from raypp.untrusted.documents import Bounds, parse_as
-from raypp.untrusted.signed_keys import KeyValueStore
-from raypp.untrusted.sockets import Listener, UnprovenError, connect, receive
+from raypp.untrusted.sockets import KeyValueStore, Listener, UnprovenError, connect, receive
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from raypp.rank.joining.preflight import check_links, links_in_words, wait_for_m
 from raypp.records import Event, EventKind, Seat
 from raypp.stages.parallel.rank_groups import before_join, few_ctas, urgent
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
-from raypp.untrusted.signed_keys import SignedKeys
+from raypp.untrusted.sockets import SignedKeys
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from raypp.crc32 import crc32
 from raypp.rank.data.packing import Row
 from raypp.stages.models.adapter_dropout import StepKeys
-from raypp.stages.models.attention import PLAIN
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import PLAIN, AttentionKernel
 from raypp.stages.models.documents import Move, PackedDocuments
 from raypp.stages.models.loss import IGNORED
 from raypp.stages.parallel.context import ContextShare

@@ -16,7 +16,7 @@ from torch import Tensor, autograd
 
 from raypp.errors import RayppError
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.recomputed import attention
 from raypp.torch_private import cudnn_attention_backward, cudnn_attention_forward

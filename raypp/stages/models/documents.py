@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention_kernel import AttentionKernel
+
+if TYPE_CHECKING:
+    from raypp.stages.models.attention import AttentionKernel
 
 Move = Callable[[Tensor], Tensor]
 """Returns a tensor's copy elsewhere, of the same shape."""

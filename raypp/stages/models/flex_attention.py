@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 
 BLOCK = 128

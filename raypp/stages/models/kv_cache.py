@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention import PLAIN
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import PLAIN, AttentionKernel
 from raypp.stages.models.documents import Move, PackedDocuments
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from raypp.errors import RayppError
 from raypp.job.layer_rules import AttentionRule
-from raypp.stages.models.attention_kernel import AttentionKernel, FlashBlocks, Segments
+from raypp.stages.models.attention import AttentionKernel, FlashBlocks, Segments
 from raypp.stages.models.attention_products import reaching_sinks, with_sinks
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.recomputed import attention

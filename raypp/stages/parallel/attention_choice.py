@@ -20,8 +20,7 @@ from torch import Tensor
 from raypp.errors import JobError, Problem, RayppError, in_words
 from raypp.job.job import Job
 from raypp.job.layer_rules import NO_RULE, AttentionRule
-from raypp.stages.models.attention import PLAIN, packed_attention
-from raypp.stages.models.attention_kernel import AttentionKernel, Segments
+from raypp.stages.models.attention import PLAIN, AttentionKernel, Segments, packed_attention
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.parallel.apply import compute_dtype
 

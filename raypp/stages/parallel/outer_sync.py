@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from raypp.job.job import SyncOptions
 from raypp.stages.parallel.host_copies import await_on_host
-from raypp.stages.parallel.int8_sums import decoded, encode, message_size
-from raypp.stages.parallel.replica_sums import Residuals
+from raypp.stages.parallel.replica_sums import Residuals, decoded, encode, message_size
 from raypp.stages.parallel.shard import local_part
 from raypp.torch_private import set_local
 

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raypp.planning.geometry import Mesh
 from raypp.records import AXES, Coordinates
-from raypp.stages.parallel.context import ContextShare, RingShare, UlyssesShare, WholeRows
+from raypp.stages.parallel.context import ContextShare, Ring, RingShare, UlyssesShare, WholeRows
 from raypp.stages.parallel.expert import make_expert_mesh
-from raypp.stages.parallel.ring import Ring
 from raypp.torch_private import backends_on
 
 FSDP_CP = "fsdp_cp"

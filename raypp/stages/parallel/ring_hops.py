@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raypp.job.layer_rules import NO_RULE, AttentionRule
-from raypp.stages.models.attention_kernel import FlashBlocks, Segments
+from raypp.stages.models.attention import FlashBlocks, Segments
 from raypp.stages.models.attention_products import attend_by_products, gradients_by_products
 from raypp.stages.models.documents import Move
 from raypp.stages.parallel.zigzag import Block, RingPlan, joined_spans

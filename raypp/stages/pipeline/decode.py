@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raypp.errors import Problem, RunFailedError
 from raypp.job.models import DecoderOptions
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.kv_cache import KeyValueCache
 
 LENGTH, END = "length", "eos"

@@ -31,7 +31,7 @@ from torch import Tensor
 from raypp.job.precision import DTYPES
 from raypp.planning.decision import WireKind
 from raypp.stages.models.quantised import torch_dtype
-from raypp.stages.parallel.int8_sums import scales_and_numbers
+from raypp.stages.parallel.replica_sums import scales_and_numbers
 from raypp.torch_private import Computation, LoweredAction
 
 _STEPS = 127

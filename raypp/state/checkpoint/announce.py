@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from raypp.state.checkpoint.commit import ObjectRecord
 from raypp.untrusted.documents import Bounds, Seconds, parse_as
-from raypp.untrusted.signed_keys import SignedKeys
+from raypp.untrusted.sockets import SignedKeys
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from raypp.state.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.state.checkpoint.state import gather_state
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.rate_limit import Abandoned, Pace
-from raypp.storage.store import MemorySource
-from raypp.storage.store_retry import WAIT_S
+from raypp.storage.store import WAIT_S, MemorySource
 
 log = logging.getLogger(__name__)
 

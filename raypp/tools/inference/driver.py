@@ -26,7 +26,7 @@ from raypp.control.package import INFERENCE_FILE
 from raypp.control.placement import Placement
 from raypp.control.protocol import WorkerInfo, rank_environment
 from raypp.control.rank_process import process_title, set_seat_environment, worker_info
-from raypp.control.ray_nodes import all_nodes
+from raypp.control.ray_state import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import ACTOR_ENVIRONMENT
 from raypp.environment import check_node

@@ -15,9 +15,9 @@ from stand_in_clock import StandInClock
 from raypp.control import attempt, rank_ends
 from raypp.control.attempt import Attempt
 from raypp.control.placement import Placement
+from raypp.control.process_evidence import Death
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo
 from raypp.control.rank_ends import RankEnds
-from raypp.control.recovery.cause_of_death import Death
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.failure_kinds import FailureKind

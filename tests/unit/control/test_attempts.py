@@ -14,8 +14,8 @@ from raypp.control import attempt as attempt_module
 from raypp.control import rank_ends
 from raypp.control.attempt import AttemptPhase
 from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFailed, Seated
+from raypp.control.process_evidence import Death
 from raypp.control.protocol import WorkerStatus
-from raypp.control.recovery.cause_of_death import Death
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member
 from raypp.errors import DataError

@@ -21,8 +21,8 @@ from raypp.control import machine as m
 from raypp.control import watchers
 from raypp.control.leader import Leader
 from raypp.control.machine_log import MachineError, MachineLog
+from raypp.control.process_evidence import Death
 from raypp.control.protocol import RunRequest, WorkerStatus
-from raypp.control.recovery.cause_of_death import Death
 from raypp.control.report import reports
 from raypp.control.run_record import end_event
 from raypp.failure_kinds import FailureKind

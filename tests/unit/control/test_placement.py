@@ -11,12 +11,12 @@ import pytest
 from stand_in_clock import StandInClock
 from stand_in_workers import Actor
 
-from raypp.control import placement, ray_nodes, watchers, worker_group
+from raypp.control import placement, ray_state, watchers, worker_group
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.protocol import RunRequest
-from raypp.control.ray_nodes import LostNodes
+from raypp.control.ray_state import LostNodes
 from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
 from raypp.job.load import job_document, parse_job
@@ -32,13 +32,13 @@ NODES = [
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     """Two nodes that live and answer; `ANSWERS` says which do not."""
     clock = StandInClock()
-    for module in (placement, ray_nodes, watchers):
+    for module in (placement, ray_state, watchers):
         monkeypatch.setattr(module, "time", clock)
-    for module in (placement, ray_nodes):
+    for module in (placement, ray_state):
         monkeypatch.setattr(module, "all_nodes", lambda: NODES)
     ANSWERS.clear()
     answers = lambda host, port: ANSWERS.get(host, True)  # noqa: E731
-    monkeypatch.setattr(ray_nodes.process_evidence, "host_answers", answers)
+    monkeypatch.setattr(ray_state.process_evidence, "host_answers", answers)
     clock.advance(1000)
     return clock
 
@@ -228,8 +228,8 @@ def test_nodes_that_a_rank_may_move_to_have_a_standby_too(
     a, b, c, d, dead, full = (letter * 56 for letter in "abcdef")
     nodes = [{"NodeID": name, "Alive": name != dead} for name in (a, b, c, d, dead, full)]
     free = {name: {"CPU": 1.0 if name != full else 0.5} for name in (a, b, c, d, dead, full)}
-    monkeypatch.setattr(ray_nodes, "all_nodes", lambda: nodes)
-    monkeypatch.setattr(ray_nodes.ray_state, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(ray_state, "all_nodes", lambda: nodes)
+    monkeypatch.setattr(ray_state.private_state, "available_resources_per_node", lambda: free)
     place = asked()
     place._used = {a}
     assert place.next_nodes() == [b, c]

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.errors import UnreachableError
 from raypp.state.checkpoint.announce import Announcements
-from raypp.untrusted.signed_keys import SignedKeys
+from raypp.untrusted.sockets import SignedKeys
 
 
 def test_a_forged_commit_is_not_believed_and_a_true_one_is() -> None:

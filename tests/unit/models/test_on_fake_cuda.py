@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raypp.job.known_families import FAMILIES
 from raypp.job.models import DecoderOptions
 from raypp.stages.models import layers
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.experts import can_group
 from raypp.stages.models.loss import IGNORED, Targets

@@ -10,8 +10,7 @@ import torch
 from raypp.errors import JobError, RayppError
 from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.load import parse_job
-from raypp.stages.models.attention import PLAIN
-from raypp.stages.models.attention_kernel import AttentionKernel
+from raypp.stages.models.attention import PLAIN, AttentionKernel
 from raypp.stages.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.stages.parallel.int8_sums import BLOCK, add_up, decoded, encode, message_size
+from raypp.stages.parallel.replica_sums import BLOCK, add_up, decoded, encode, message_size
 
 NUMBERS = 3 * BLOCK + 17
 

@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from raypp.rank.data.packing import Row
 from raypp.rank.step.collate import collate, labelled_tokens, rows_digest
-from raypp.stages.parallel.context import RingShare, UlyssesShare, WholeRows
-from raypp.stages.parallel.ring import Ring
+from raypp.stages.parallel.context import Ring, RingShare, UlyssesShare, WholeRows
 from raypp.stages.pipeline.agreement import padded_length
 
 

@@ -9,7 +9,7 @@ from test_lengths import ring_share, row
 from torch import Tensor
 
 from raypp.rank.step.collate import ALIGNMENT, StageBatch, collate, copied_together, on_device
-from raypp.stages.models.attention_kernel import AttentionKernel, Segments
+from raypp.stages.models.attention import AttentionKernel, Segments
 from raypp.stages.models.documents import PackedDocuments
 
 CPU, META = torch.device("cpu"), torch.device("meta")

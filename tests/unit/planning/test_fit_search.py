@@ -15,6 +15,7 @@ from raypp.job.job import Job
 from raypp.job.load import parse_job
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, computed_costs, device_named
+from raypp.planning.decide import decide_reduction
 from raypp.planning.fit_search import Fitting, changes_that_fit, set_words
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
@@ -22,7 +23,6 @@ from raypp.planning.levers import LEVERS, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.memory import peak_memory
 from raypp.planning.plan import Grounds, make_plan
-from raypp.planning.reduction import decide_reduction
 from raypp.planning.search import changed_job
 
 GIB = 1024**3

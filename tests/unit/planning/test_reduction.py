@@ -14,11 +14,11 @@ from raypp.errors import JobError
 from raypp.job.checks import check_training
 from raypp.job.job import Job
 from raypp.planning.costs import DEVICES, device_named
+from raypp.planning.decide import decide_reduction, reduction_on
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Link, Machines
 from raypp.planning.memory import peak_memory
 from raypp.planning.plan import Grounds
-from raypp.planning.reduction import decide_reduction, reduction_on
 
 WIDE = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "ffn_size": 5504, "vocab_size": 32000}
 

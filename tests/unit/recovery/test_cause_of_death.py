@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.control.recovery.cause_of_death import DeathEvidence, cause_of_death, oom_kills_in
+from raypp.control.process_evidence import DeathEvidence, cause_of_death, oom_kills_in
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.storage.store_retry import COMMAND_S, COMMAND_SILENCE_S, LONG_S, bounded_command, patience_from_environment
+from raypp.storage.store import COMMAND_S, COMMAND_SILENCE_S, LONG_S, bounded_command, patience_from_environment
 
 
 def test_a_command_is_less_patient_than_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The cluster's nodes as Ray lists them, and those that are lost before Ray notices."""
+"""What Ray knows of the cluster: its nodes, those that are lost before Ray notices, and the
+placement groups of runs by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
+from ray._private import state as private_state
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypp.control import process_evidence
 
@@ -49,7 +51,7 @@ def places(bundle: Mapping[str, float], held: Counter[str], excluded: Collection
 
 def free_per_node() -> dict[str, Mapping[str, float]]:
     """Returns what is free on each living node, by id. What is used up has no entry."""
-    free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    free: dict[str, dict[str, float]] = private_state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: free.get(node["NodeID"], {}) for node in all_nodes() if node["Alive"]}
 
 
@@ -59,6 +61,39 @@ def draining_nodes() -> dict[str, int]:
         state: Any = importlib.import_module("ray._private.state").state
         return dict(state.get_draining_nodes())
     return {}
+
+
+def existing_group(name: str) -> PlacementGroup | None:
+    """Returns the placement group of that name; None when there is none."""
+    try:
+        existing: PlacementGroup = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    return existing
+
+
+def group_name(run: str) -> str:
+    """Returns the name of a run's placement group."""
+    return f"raypp/{run}"
+
+
+def run_of(group: str) -> str:
+    """Returns the run of a placement group's name; the name itself if it is no run's."""
+    run = group.removeprefix("raypp/").partition("/")[0]
+    return run.rpartition(".")[0] or group
+
+
+def holds_devices(run: str) -> bool:
+    """Returns whether a run still has its placement group."""
+    return existing_group(group_name(run)) is not None
+
+
+def remove_groups_of(run: str) -> None:
+    """Releases every device of a run by the run's name."""
+    for name in (f"{group_name(run)}/spares", group_name(run)):
+        group = existing_group(name)
+        if group is not None:
+            remove_placement_group(group)
 
 
 @dataclass
