@@ -1,6 +1,5 @@
 """What must be installed where: raypp's optional packages, and the versions that nodes need. A job
-takes raypp's own code along, so nodes need no raypp of the same version. They need what that code
-imports."""
+takes raypp's own code along, so nodes need only what that code imports."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ class OwnProcess:
 
     @classmethod
     def of(cls, pid: int) -> OwnProcess:
-        """Returns the process that currently has this pid. Raises ProcessLookupError: there is
-        none."""
+        """Returns the process that has this pid now. Raises ProcessLookupError: there is none."""
         try:
             return cls(pid, _started(psutil.Process(pid)))
         except psutil.NoSuchProcess:

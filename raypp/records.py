@@ -1,5 +1,4 @@
-"""The axes of the mesh; records that cross process borders: frozen, plain data. Imports neither
-torch nor ray."""
+"""The axes of the mesh; records that cross process borders: frozen, plain. No torch, no ray."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ class Coordinates:
         return [f"{axis.short or axis.name}{getattr(self, axis.name)}" for axis in shown]
 
     def replica(self, sizes: Coordinates) -> int:
-        """Returns the replica whose rows a rank at this place reads. `sizes`: the length of each
-        axis."""
+        """Returns the replica whose rows a rank at this place reads. `sizes`: of the axes."""
         replica = 0
         for axis in AXES:
             if axis.rows:

@@ -181,8 +181,7 @@ class Registry(Generic[K]):
         return replace(declared or self._entry.undeclared(name), name=name, builder=builder, own=True)
 
     def _installed_kind(self, name: str, value: str) -> K:
-        """Returns a kind of an installed package. It is marked as not available if its module
-        cannot be found."""
+        """Returns a kind of an installed package; not available if its module cannot be found."""
         kind = self._own(name, value)
         module = value.partition(":")[0]
         return kind if is_module(module) else replace(kind, available=False, summary=f"cannot import {module}")

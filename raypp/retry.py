@@ -45,8 +45,7 @@ class Backoff:
     ) -> T:
         """Calls a function until it succeeds. `may_pass`: whether an exception may be temporary;
         any other is raised at once. `wait`: waits for so many seconds, and returns True to give up;
-        None to sleep. Raises Exception: the function's last one, when it is not temporary or the
-        time is up."""
+        None to sleep. Raises the last exception if it is not temporary or the time is up."""
         pauses = self.pauses()
         while True:
             try:

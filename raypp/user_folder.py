@@ -53,7 +53,6 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns the system's error into one that names the path."""
     try:
         yield
     except OSError as error:

@@ -30,10 +30,9 @@ _SHOWN = 5
 
 
 def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, SavedTensors]:
-    """Returns the checkpoint that an argument refers to. Without a step, the newest one of which
-    COMMIT and all headers can be read; `say` gets which ones cannot. Raises JobError: there is no
-    such run, or no such step. Raises CheckpointError: the run has no checkpoint, or none can be
-    read."""
+    """Returns the checkpoint that an argument refers to. Without a step, the newest of which COMMIT
+    and all headers can be read; `say` gets the others. Raises JobError: there is no such run, or no
+    such step. Raises CheckpointError: the run has no checkpoint, or none can be read."""
     store, name, step = open_run(argument)
     commit, tensors, unusable = newest_checkpoint(store, name, step)
     if unusable:

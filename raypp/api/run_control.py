@@ -56,8 +56,7 @@ class RunControl:
         return [event_json(event) for event in self._reader.events()]
 
     def logs(self, rank: int | None = None) -> list[str]:
-        """Returns the output so far of the ranks, or of one, each line behind its rank's
-        coordinates."""
+        """Returns the output so far of all ranks, or one, each line behind its rank's place."""
         return [f"{label_of(line)} | {line.text}" for line in open_reader(self.place).logs(rank)]
 
     def follow(self) -> Iterator[dict[str, Any]]:
@@ -71,8 +70,7 @@ class RunControl:
                     yield dict(row)
 
     def wait(self) -> dict[str, Any]:
-        """Waits for the run's end and returns its status. Raises RunFailedError: the run has
-        failed."""
+        """Waits for the run's end and returns its status. Raises RunFailedError: it has failed."""
         while not is_final(status := present_status(self.place, self._reader)):
             time.sleep(POLL_S)
         if status["state"] == RunState.FAILED:

@@ -240,7 +240,6 @@ def enqueue(prepared: Prepared, say: Say, priority: Priority = "normal", user: s
 
 
 def _next_number(prepared: Prepared) -> int:
-    """Returns the number of the spec that comes next."""
     return newest_number(prepared.store, prepared.file.job.name) + 1 if prepared.resume else 1
 
 

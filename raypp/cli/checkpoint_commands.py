@@ -215,8 +215,7 @@ def _best_of_job(store: ObjectStore, name: str) -> int:
 
 
 def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: int | None) -> tuple[int, int]:
-    """Returns the given values, else those of the job. A job without keep_every keeps no extra
-    steps."""
+    """Returns the given values, else the job's. A job without keep_every keeps no extra steps."""
     try:
         section = read_spec(store, name).get("checkpoint") or {}
         wanted = section.get("keep") if keep is None else keep
@@ -329,7 +328,6 @@ def _print_tensors(tensors: list[TensorInfo]) -> None:
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
-    """Formats ranks as `0–3, 6`."""
     texts = []
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]
@@ -461,8 +459,7 @@ def _is_file(argument: str) -> bool:
 
 
 def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
-    """Returns the run of a job file. Checks the model's sizes last, after the errors that name a
-    tensor."""
+    """Returns the run of a job file. Checks the sizes last, after the errors that name a tensor."""
     file = load_checked_job(Path(path))
     job = file.job
     # Every field counts, including defaults: the job decides, not config.json.

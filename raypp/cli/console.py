@@ -1,6 +1,5 @@
 """Prints tables and styled text by Rich. No text acts as markup or as control characters. Commands
-use these classes in place of Rich's: they are safe with any string. `output.py` is for plain
-lines."""
+use these classes, safe with any string, not Rich's. `output.py` is for plain lines."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class Console(rich.console.Console):
         return Text(text, **kept)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders anything. Shows control characters also in texts that are not of this file's
-        classes."""
+        """Renders anything. Shows control characters also in texts of other classes."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment  # Rich's own, such as a cursor move of a live view

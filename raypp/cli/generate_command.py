@@ -190,10 +190,9 @@ def converse(
     choice: Mapping[str, Any],
     system: str | None = None,
 ) -> None:
-    """Answers each line of standard input, until it ends. `max_new_tokens`: the most tokens of an
-    answer; None: as for prompts. `system`: the system message; None: the template's own, if it has
-    one. Raises JobError: the conversation no longer fits into the context, or its template refuses
-    it."""
+    """Answers each line of standard input, until it ends. `max_new_tokens`: of an answer; None: as
+    for prompts. `system`: the system message; None: the template's own, if it has one. Raises
+    JobError: the conversation no longer fits into the context, or its template refuses it."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
     answers: list[Answer] = []
 

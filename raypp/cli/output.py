@@ -1,7 +1,6 @@
 """Prints lines, JSON and errors for commands. No printed text can control the terminal. Commands
 print through this file, or through `console.py` if they need tables. Both show control characters
-as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands that print in
-another way."""
+as `\x1b`. `tests/lint/test_printing.py` finds commands that print otherwise."""
 
 from __future__ import annotations
 

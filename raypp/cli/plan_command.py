@@ -186,7 +186,6 @@ def _measure(job: Job, path: Path) -> None:
 
 
 def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
-    """Prints the changes that make a job fit."""
     device = grounds.devices_for(job)[-1]
     job = settle(job, device.facts)
     if not device.memory:

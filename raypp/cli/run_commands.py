@@ -203,7 +203,6 @@ def _print_queue_commands(name: str, err: bool) -> None:
 
 
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool, again: str) -> int:
-    """Shows the run until it ends. Returns the run's exit code."""
     if as_json:
         view.console.file = sys.stderr
     watch = JobWatch(cluster, place)

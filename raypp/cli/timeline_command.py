@@ -89,7 +89,6 @@ def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: i
 
 
 def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, patient: bool) -> int:
-    """Asks for a trace. Returns the attempt that was asked."""
     while True:
         status = present_status(place, reader)
         answer = client.command_run(cluster, place, "timeline", steps)

@@ -1,5 +1,4 @@
-"""One attempt: fills every bundle with a process, gives out the seats, and awaits the ends. Driven
-by polling."""
+"""One attempt: fills each bundle with a process, gives out seats, awaits the ends. It is polled."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ class Attempt:
         rank.actor = actor
 
     def poll(self, timeout_s: float) -> list[AttemptEvent]:
-        """Returns what happened since the last poll; waits up to `timeout_s` for something to
-        happen."""
+        """Returns what happened since the last poll; waits up to `timeout_s` for something."""
         match self.phase:
             case AttemptPhase.PLACING:
                 return self._poll_placing(timeout_s)
@@ -131,8 +129,7 @@ class Attempt:
     def end(self, keep: bool, suspects: Collection[int] = ()) -> None:
         """Ends the attempt in every process; `poll` returns `AttemptEnded` when that is done.
         `keep`: asks processes that can take part in the next attempt to leave, and ends only those
-        that do not leave in time. Otherwise all are ended. `suspects`: ranks whose processes are
-        ended in any case."""
+        that are late. Else all are ended. `suspects`: ranks that are ended in any case."""
         if self.phase in (AttemptPhase.ENDING, AttemptPhase.ENDED):
             return
         begun = self.phase is AttemptPhase.RUNNING
@@ -227,8 +224,7 @@ class Attempt:
         rank.pending = rank.actor.info.remote()
 
     def _give_seats(self) -> None:
-        """Decides for the nodes, and gives every process its seat, now that all have said where
-        they run."""
+        """Decides for the nodes, and gives every process its seat, once all said where they run."""
         facts = [rank.info.facts for rank in self.ranks if rank.info is not None]
         rates = [one.network_gbps for one in facts if one.network_gbps]
         self.decision = self.decide(all(one.compiler for one in facts), min(rates, default=0.0))
@@ -248,9 +244,8 @@ class Attempt:
         return [RankFailed(failure) for failure in failures]
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
-        """Waits until no process is in this attempt any more. Reports failures that are found late:
-        the cause where only lost peers are known, and ranks that died together with the first
-        one."""
+        """Waits until no process is in this attempt any more. Reports failures found late: the
+        cause where only lost peers are known, and ranks that died with the first."""
         self._ends.examine = not (self._killed or self._ends.explained)
         late = [
             failure
@@ -278,8 +273,7 @@ class Attempt:
         return [AttemptEnded()]
 
     def _kill_silent(self, waiting: Sequence[Rank], leave_s: float) -> list[AttemptEvent]:
-        """Kills the ranks that did not leave; they have failed, too, where no other cause is
-        known."""
+        """Kills the ranks that did not leave; they failed, too, where no other cause is known."""
         silent = [] if self._ends.explained else [self._silent_failure(rank, leave_s) for rank in waiting]
         self._killed = self._ends.explained = True
         self._since = time.monotonic()

@@ -60,8 +60,7 @@ def serve(answers: Callable[[], Iterable[Any]]) -> NoReturn:
 
 
 def last_answer(reports: Generator[dict[str, Any]], progress: Callable[[Any], None] = lambda _what: None) -> Any:
-    """Returns the last answer among reports, and closes them. `progress`: called with what is on
-    the way."""
+    """Returns the last answer of reports, and closes them. `progress`: gets what is on the way."""
     answer = None
     with closing(reports):
         for report in reports:
@@ -108,8 +107,7 @@ class RankReports:
 
 
 def error_document(error: BaseException, *, peer: bool = False) -> dict[str, Any]:
-    """Returns an error as plain JSON values. `peer`: whether it only means that another rank is
-    gone."""
+    """Returns an error as plain JSON values. `peer`: it only means that another rank is gone."""
     if not isinstance(error, RayppError):
         frames = "" if place_in_user_code(error) else "\n" + "".join(traceback.format_exception(error))
         error = RunFailedError(f"{origin_in_words(error)}{frames}")

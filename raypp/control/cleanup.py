@@ -1,5 +1,4 @@
-"""Finds a run's processes by the run's name, ends them, and removes their snapshots from the nodes'
-memory."""
+"""Finds a run's processes by the run's name, ends them, and removes their snapshots in memory."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def look_after_snapshots(life: str, keep: bool) -> None:
 
 
 def remove_local_snapshots(life: str) -> None:
-    """Removes a run's snapshots from this node; waits a few seconds for processes that are about to
-    end."""
+    """Removes a run's snapshots from this node; waits some seconds for processes to end."""
     end = time.monotonic() + _EXIT_TIMEOUT_S
     while True:
         remove_run(life)

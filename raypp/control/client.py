@@ -157,7 +157,6 @@ def precision_remark(asked: Job, job: Job, facts: Facts) -> str:
 
 
 def _smallest_gpu(nodes: Sequence[NodeResources]) -> int:
-    """Returns the bytes of the smallest GPU among these nodes; 0 if none is known."""
     return min((node.gpu_bytes for node in nodes if node.gpus and node.gpu_bytes), default=0)
 
 
@@ -189,8 +188,7 @@ def _way_out(job: Job, free: int, device: str, embedded: bool, free_gpus: int, e
 
 
 def fitting_mesh(job: Job, free: int) -> str | None:
-    """Returns the overrides for the largest mesh of at most `free` ranks; None when there is
-    none."""
+    """Returns the overrides for the largest mesh of at most `free` ranks; None without one."""
     own = Mesh.of(job.mesh)
     fitting = shapes(free, keep=own.sizes, ep=own.ep, longest=own.sizes)
     best = max(fitting, key=lambda one: (Mesh(one).world, one.pp, one.fsdp), default=None)
@@ -281,8 +279,7 @@ def collect_settings(cluster: Cluster) -> dict[str, str]:
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
     """Returns the submitter's credentials, including those in files of this machine. `here`: the
-    ranks run on this machine: they read such files themselves, and so can renew credentials that
-    expire."""
+    ranks run on this machine and read such files themselves, which renews credentials."""
     credentials = collect(SECRETS, dict(os.environ))
     for kind in STORES:
         if kind.own_secrets and not here:
@@ -291,9 +288,8 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
 
 
 def command_run(cluster: Cluster, place: RunPlace, method: str, *arguments: object) -> dict[str, Any]:
-    """Calls a method of a run's controller, see `driver.command`; waits for the answer. Returns the
-    result of `driver.command`. Raises UnreachableError: the cluster does not answer, or not in
-    time."""
+    """Calls a method of a run's controller; returns the result of `driver.command`. Raises
+    UnreachableError: the cluster does not answer, or not in time."""
     words = (place.name, place.url, method, json.dumps(arguments))
     call = Call(f"{method} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
     return ask(cluster, call)
@@ -313,10 +309,9 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
 def stop_run(
     cluster: Cluster, place: RunPlace, store: ObjectStore, *, save: bool, on_wait: Waiting = lambda: None
 ) -> dict[str, Any]:
-    """Stops a run and waits for its end. A controller that restarts may end the run and leave
-    before it is asked again. Then the run's end answers. `save`: whether a last checkpoint is
-    saved. `on_wait`: called once if that takes longer than a minute. Returns the result of
-    `driver.command`."""
+    """Stops a run and waits for its end, which answers if a controller that restarts has left by
+    then. `save`: whether a last checkpoint is saved. `on_wait`: called once if that takes longer
+    than a minute. Returns the result of `driver.command`."""
     answer = command_run(cluster, place, "stop", save)
     if answer["found"] and answer["state"] is None:
         on_wait()

@@ -56,10 +56,9 @@ class Call:
 
 
 def lines_of(cluster: Cluster, call: Call) -> Generator[str]:
-    """Yields the lines that a call prints, as they come; others of libraries are among them. A
-    caller that closes the iterator ends the call. Raises UnreachableError: the cluster does not
-    answer, refuses the job, or takes too long. Raises CallFailedError: the call ended without
-    success."""
+    """Yields the lines that a call prints, those of libraries among them. A caller that closes the
+    iterator ends the call. Raises UnreachableError: the cluster does not answer, refuses the job,
+    or takes too long. Raises CallFailedError: the call ended without success."""
     if cluster.embedded is None or call.always_job:
         yield from _of_job(cluster, call)
     else:
@@ -68,8 +67,7 @@ def lines_of(cluster: Cluster, call: Call) -> Generator[str]:
 
 def reports_of(cluster: Cluster, call: Call) -> Generator[dict[str, Any]]:
     """Yields what a call reports, as `lines_of` its lines. Raises RayppError: it reports an error.
-    Raises CallFailedError: it ended without an answer; the message has the end of what it
-    printed."""
+    Raises CallFailedError: it ended without an answer; the message has what it printed last."""
     answered = False
     others: deque[str] = deque(maxlen=_SHOWN_LINES)
     try:

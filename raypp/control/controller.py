@@ -1,5 +1,4 @@
-"""The controller: a detached, restartable, named actor. Others call its methods; `leader` leads the
-run."""
+"""The controller: a detached, restartable, named actor that others call. `leader` leads."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ class ElasticSizing:
         return reshaped(self._job, self.shape(machine))
 
     def resume(self, shape: Shape | None) -> None:
-        """Sets the mesh of the last attempt of an earlier controller process, which has recorded it
-        already."""
+        """Sets the mesh of an earlier controller's last attempt, which is recorded already."""
         self._last = shape
 
     def smaller(self, machine: m.Machine) -> list[int]:
@@ -105,8 +104,7 @@ class ElasticSizing:
         return None
 
     def is_full_size(self, machine: m.Machine) -> bool:
-        """Returns whether the run has every rank it can have. Only then may devices be held as
-        spares."""
+        """Returns whether the run has every rank it can have. Only then are spares held."""
         return self.shape(machine).world >= self.largest().world
 
     def _smaller(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
@@ -144,9 +142,8 @@ class ElasticSizing:
 
     def _excluded(self, machine: m.Machine, placement: Placement, world: int = 0) -> frozenset[str]:
         """Returns the nodes to leave out, by id, when the run can do without them: those that were
-        lost repeatedly, or failed a test. Sites may come and go: with `recovery.site_timeout_s` it
-        is instead those of sites without room for a replica, when the others have room for `world`
-        ranks."""
+        lost repeatedly, or failed a test. With `recovery.site_timeout_s`, those of sites without
+        room for a replica, when the others have room for `world` ranks."""
         if self._job.recovery.site_timeout_s is not None:
             return self._partial_sites(placement, world)
         bad = {node: f"was lost in {count} attempts" for node, count in bad_nodes(machine.history).items()}

@@ -52,8 +52,7 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
 
 
 def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`. Raises as
-    `find_run`."""
+    """Returns store, run, step of `RUN`, `URL/NAME` or `URL/NAME/step-N`. Raises as `find_run`."""
     url, name, step = split_location(argument)
     _, reader = find_run(name if url is None else f"{url}/{name}")
     return reader.store, name, step

@@ -37,8 +37,7 @@ _MOST_TRIES = 10
 
 
 def claim() -> tuple[int, socket.socket] | None:
-    """Returns the lock of this working directory and a socket that listens there; None if a server
-    has them."""
+    """Returns this folder's lock and a socket that listens; None if a server has them."""
     os.makedirs(FOLDER, mode=0o700, exist_ok=True)  # noqa: PTH103 - pathlib takes long to import
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

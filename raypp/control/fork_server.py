@@ -173,7 +173,6 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
 
 
 def _has_gone(connection: socket.socket) -> bool:
-    """Returns whether a client no longer waits for its answer."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)

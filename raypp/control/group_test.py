@@ -46,8 +46,7 @@ def run_group(
 
 
 def slowest(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the answer of a group of ranks: the lowest rates, or the error that explains the
-    others."""
+    """Returns a group's answer: the lowest rates, or the error that explains the others."""
     failed = [answer for answer in answers if "error" in answer]
     if failed:
         return min(failed, key=lambda answer: (bool(answer.get("peer")), not answer.get("fix")))

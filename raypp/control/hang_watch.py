@@ -29,8 +29,7 @@ _OWN_LIMIT = ("finish", _ENDED)  # waits for the last upload, which has its own 
 
 @dataclass(frozen=True)
 class Stall:
-    """A hang: the rank that the attempt waits for, None if it is unknown; the text of the
-    failure."""
+    """A hang: the rank that the attempt waits for, None if unknown; the text of the failure."""
 
     rank: int | None
     cause: str
@@ -100,8 +99,7 @@ class HangWatch:
         return max(self._timeout_s, _SLOW_STEPS * statistics.median(self._steps))
 
     def stalled(self, now: float) -> Stall | None:
-        """Returns the hang: no rank has made progress for too long, or one is silent; None when
-        there is none."""
+        """Returns the hang: no rank made progress for long, or one is silent; None without one."""
         limit = self.limit_s()
         ranks = range(len(self._activities))
         silent = [rank for rank in ranks if self._overdue(rank, now - limit)]

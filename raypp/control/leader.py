@@ -1,5 +1,4 @@
-"""The thread that leads a run: collects events, asks the state machine, and carries out its
-commands."""
+"""The thread that leads a run: collects events, asks the state machine, runs its commands."""
 
 from __future__ import annotations
 
@@ -123,7 +122,6 @@ class Leader:
             self.begun.set()
 
     def _turn(self) -> None:
-        """Carries out what is due, and processes what has happened."""
         if self._launch_now:
             self._launch_now = False
             self._launch()
@@ -435,9 +433,8 @@ class Leader:
     # The end --------------------------------------------------------------------------------------
 
     def _finish(self, finish: m.Finish) -> None:
-        """Ends the run in an order that stays clear wherever this process is killed: all records,
-        then the processes, then the object that says how it ended and that nothing of it is
-        left."""
+        """Ends the run in an order that stays clear wherever this process is killed: records, then
+        processes, then the object that says how it ended."""
         state, record, run = finish.state, self.record, self._request.run
         unsaved = m.save_may_help(self.machine) or bool(record.unsaved(self.machine.committed_step))
         if unsaved and state is RunState.FAILED and self._job.checkpoint.memory_tier:

@@ -96,8 +96,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Start:
-    """The run was submitted. `attempt` is the number of its last attempt, of earlier
-    submissions."""
+    """The run was submitted. `attempt`: number of its last attempt, of earlier submissions."""
 
     attempt: int = 0
     committed_step: int | None = None

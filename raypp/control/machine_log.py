@@ -39,8 +39,7 @@ class _Written(_Version):
 
 
 class MachineLog:
-    """Writes the machine of one submission. `writer`: a name that no other controller process
-    has."""
+    """Writes the machine of a submission. `writer`: a name that no other controller process has."""
 
     def __init__(self, store: ObjectStore, run: str, writer: str) -> None:
         self._store = store
@@ -55,9 +54,8 @@ class MachineLog:
         """Another process leads the run: this one must not act any more."""
 
     def open(self, number: int) -> Machine | None:
-        """Returns the machine that the submission's last controller process left; None if there was
-        none. `number`: of the submission's spec. Raises MachineError: it is damaged, or of another
-        version."""
+        """Returns the machine that the submission's last controller left; None without one.
+        `number`: of its spec. Raises MachineError: it is damaged, or of another version."""
         self._number = number
         keys = [info.key for info in self._store.list(f"{self._run}/machine/{number}-")]
         self._version = max((machine_version(self._run, number, key) or 0 for key in keys), default=0)
@@ -68,8 +66,7 @@ class MachineLog:
         self._machine = machine
 
     def write(self) -> None:
-        """Writes the machine if it has changed. Raises StoreError: the store failed; call it
-        again."""
+        """Writes the machine if it has changed. Raises StoreError; call it again then."""
         with self._lock:  # the thread of the records, and before an attempt the leader
             machine, number = self._machine, self._number
             while machine is not None and number is not None and machine != self._written and not self.overtaken:

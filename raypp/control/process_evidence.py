@@ -44,8 +44,7 @@ _WHERE = (f"torch{os.sep}distributed", f"raypp{os.sep}parallel")
 
 def prepare() -> None:
     """Makes this process write its stacks to standard error on a signal, even while native code
-    holds the interpreter. Called once per process; does nothing when standard error is not a
-    file."""
+    holds the interpreter. Does nothing when standard error is not a file."""
     with contextlib.suppress(Exception):
         faulthandler.register(_ASK, file=sys.stderr, all_threads=True, chain=False)
         # Ray enables it only for the thread that crashes, which need not be the rank's.
@@ -84,9 +83,8 @@ def _counter_files() -> list[Path]:
 
 
 def death_evidence(pid: int, log: str, oom_kills_before: int) -> DeathEvidence:
-    """Returns the evidence that a dead process of this node left. `log`: the file that received its
-    standard error (its `log_path`). `oom_kills_before`: the value of `oom_kills` when it took its
-    seat."""
+    """Returns the evidence that a dead process of this node left. `log`: its `log_path`.
+    `oom_kills_before`: the value of `oom_kills` when it took its seat."""
     return DeathEvidence(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
 
 
@@ -147,8 +145,7 @@ def own_stacks(first: int | None) -> str:
 
 
 def stacks_of(pid: int, log: str, run: str) -> str:
-    """Returns the stacks of a process of this run on this node that does not answer, or why there
-    are none."""
+    """Returns the stacks of a process of this run on this node, or why there are none."""
     if not _is_of(pid, run):
         return "the process is gone"
     state = psutil.Process(pid).status()
@@ -254,8 +251,7 @@ class Death:
 def cause_of_death(pid: int, ray_error: str, evidence: DeathEvidence | None) -> Death:
     """Finds the cause of death. SIGKILL leaves no trace in the process. A process that ended
     without any trace was killed by it, or native code called `exit`. `ray_error`: the text of the
-    error that Ray raised for the actor. `evidence`: None when no other process of the node was left
-    to collect it."""
+    error that Ray raised for the actor. `evidence`: None if no process of the node was left."""
     who = f"its process (pid {pid})"
     if any(sign in ray_error for sign in _RAY_OOM):
         return Death(FailureKind.OUT_OF_MEMORY, f"{who} was killed by Ray's memory monitor: its node was out of memory")
@@ -284,10 +280,9 @@ def cause_of_death(pid: int, ray_error: str, evidence: DeathEvidence | None) -> 
 
 
 def _place_of_crash(report: str) -> tuple[str, str]:
-    """Returns where a process crashed, as text, and the stacks that show it. This is the place of
-    the thread that crashed. A signal from outside hits the thread in which Ray waits, and native
-    threads (autograd's) have no Python frame. In these cases it is the place of the rank's
-    thread."""
+    """Returns where the thread that crashed was, as text, and the stacks that show it. A signal
+    from outside hits the thread in which Ray waits, and native threads (autograd's) have no Python
+    frame. In these cases it is the place of the rank's thread."""
     starts = [match.start() for match in _THREAD.finditer(report)]
     threads = [report[begin:end].strip() for begin, end in zip(starts, [*starts[1:], len(report)], strict=True)]
     heading = report[: starts[0]].strip() if starts else report

@@ -68,9 +68,8 @@ def rank_environment(resources: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process runs. `free_port`: a port of its node on which nothing listens now.
-    `log`: the file that receives its standard error. `oom_kills`: the kernel's count of
-    out-of-memory kills now."""
+    """Where a worker process runs. `free_port`: a port of its node that is free now. `log`: of its
+    standard error. `oom_kills`: the kernel's count of out-of-memory kills now."""
 
     facts: NodeFacts
     free_port: int

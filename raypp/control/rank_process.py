@@ -29,8 +29,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def set_seat_environment(seat: Seat) -> None:
-    """Sets the variables that torchrun sets, starts logging to this process' log, and logs the
-    seat."""
+    """Sets the variables that torchrun sets, starts logging, and logs the seat."""
     environment = {
         "RANK": seat.rank,
         "WORLD_SIZE": seat.world_size,

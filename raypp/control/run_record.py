@@ -92,8 +92,7 @@ class RunRecord:
         """Continues the records of an earlier controller process, which was killed. Ranks report
         again what may not have been written, so all that is written counts as known. The earlier
         status may be older than the history, because a round of writes ends with the status. May be
-        called again after a `StoreError`, because it reads everything before it changes
-        anything."""
+        called again after a `StoreError`: it reads everything before it changes anything."""
         reader = RunReader(self._store, self._job.name)
         events, reports, earlier = reader.events(), reader.reports(), self._earlier_status(reader, machine)
         for key in [*map(_key, events), *((report.step, report.attempt) for report in reports)]:
@@ -111,8 +110,7 @@ class RunRecord:
         self._recorder.status(self._status)
 
     def _earlier_status(self, reader: RunReader, machine: Machine) -> RunStatus | None:
-        """Returns the last status that was written; None if it is damaged, or another submission's
-        end."""
+        """Returns the last status written; None if it is damaged, or another submission's end."""
         try:
             status = reader.run_status()
         except StoreError:
@@ -124,8 +122,7 @@ class RunRecord:
         return None if ended else status
 
     def recover_from_commits(self) -> None:
-        """Records commits and steps known only from checkpoints, if rank 0, which would report
-        them, is gone."""
+        """Records commits and steps known only from checkpoints: rank 0 may be gone."""
         recent: Sequence[StepReport] = ()
         for checkpoint in list_checkpoints(self._store, self._job.name):
             try:
@@ -183,8 +180,7 @@ class RunRecord:
         return newest
 
     def event(self, event: Event) -> None:
-        """Records an event, once; of saves that fail only the first, and that ranks wait for the
-        last."""
+        """Records an event once; of failed saves only the first, and of late saves."""
         if not self._is_new(_key(event)):
             return
         if event.kind == "committed":
@@ -209,8 +205,7 @@ class RunRecord:
         self._recorder.log(line)
 
     def update_status(self, machine: Machine, ranks: Sequence[Rank]) -> None:
-        """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
-        ended."""
+        """Updates the status from machine and ranks; without ranks, the last ones stay."""
         done = machine.state is RunState.SUCCEEDED
         now = () if machine.state.final else (self._waits, self.unsaved(machine.committed_step))
         shown = _rank_status(ranks, self._status.ranks) or tuple(
@@ -245,8 +240,7 @@ class RunRecord:
         return durable
 
     def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
-        """Returns the lines after the first `cursor` ones, waiting for the first of them, and the
-        next cursor."""
+        """Waits for lines after the first `cursor` ones; returns them, and the next cursor."""
         with self._changed:
             self._changed.wait_for(lambda: self._line_count > cursor, patience_s)
             known = max(0, cursor - self._line_count + len(self._lines))
@@ -267,8 +261,7 @@ class RunRecord:
         )
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
-        """Returns whether this was not recorded before: ranks report again what may not have been
-        written."""
+        """Returns whether this was not recorded before: ranks repeat what may not be written."""
         if key in self._known:
             return False
         self._known[key] = None
@@ -290,8 +283,7 @@ class RunRecord:
 
 
 class RunGauges:
-    """The gauges of one run. Ray exports them on each node's metrics port with the prefix
-    `ray_`."""
+    """The gauges of one run. Ray exports them on a node's metrics port with the prefix `ray_`."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -323,8 +315,7 @@ class RunGauges:
 
 
 def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
-    """Returns the status of each rank. Reuses unchanged objects: every turn asks for up to
-    thousands of ranks."""
+    """Returns each rank's status. Reuses unchanged objects: each turn asks for thousands."""
     if len(before) != len(ranks):
         return tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
     return tuple(

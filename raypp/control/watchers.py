@@ -118,7 +118,6 @@ class Preemptions:
         return RankFailed(self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}"))
 
     def _look(self, turn: Turn) -> None:
-        """Looks for a notice: of the rank itself, or every two seconds of Ray."""
         rank, self._why, left_s = turn.reports.preempted, "it received SIGTERM", _LAST_SAVE_S
         if rank is None:
             if turn.now - self._asked_at < _ASK_EVERY_S:

@@ -138,8 +138,7 @@ class Worker:
             return self._end if self._is_in(attempt) else None
 
     def leave(self, attempt: int, timeout_s: float = 10.0) -> None:
-        """Makes the rank of that attempt end soon, whatever it waits for; `outcome` returns how it
-        ended."""
+        """Makes the rank of that attempt end soon, whatever it waits for; `outcome` says how."""
         seat, thread = self._seat, self._thread
         if seat is None or thread is None or seat.attempt < attempt:
             self._leaving = attempt  # Ray may deliver this call before the seat itself
@@ -241,8 +240,7 @@ class Worker:
             return failure
 
     def _reusable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
-        """Returns whether nothing of this seat is left that could disturb the next one, and if not,
-        why."""
+        """Returns whether nothing of this seat is left that could disturb the next, and why not."""
         if isinstance(result, RankFailure) and not result.kind.traits.keeps_process:
             return False, f"the rank failed ({result.kind})"
         left = [
@@ -284,8 +282,7 @@ class Worker:
     # Preemption and loss of the controller --------------------------------------------------------
 
     def _report_preemption(self) -> bool:
-        """Reports SIGTERM when a rank is running; the controller then asks for a last
-        checkpoint."""
+        """Reports SIGTERM if a rank is running; the controller then asks for a last checkpoint."""
         reporter, seat = self._reporter, self._seat
         if reporter is None or seat is None or self._end is not None:
             return False
@@ -389,9 +386,8 @@ def exit_if_ended() -> None:
 
 class OrphanWatch:
     """Checks from a thread whether this actor still exists and the run's controller answers.
-    `timeout_s`: silence after which the process counts as orphaned. `on_orphaned`: called once, in
-    this object's thread. `interval_s`: seconds between two checks, at most a quarter of
-    `timeout_s`."""
+    `timeout_s`: silence of an orphaned process. `on_orphaned`: called once, in this object's
+    thread. `interval_s`: seconds between two checks, at most a quarter of `timeout_s`."""
 
     def __init__(self, controller: Any, timeout_s: float, on_orphaned: Callable[[], None], interval_s: float) -> None:
         self._controller = controller
@@ -402,8 +398,7 @@ class OrphanWatch:
         threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
 
     def answered(self, at: float) -> None:
-        """Records that the controller was heard from at that time (`time.monotonic`), which saves
-        a check."""
+        """Records when (`time.monotonic`) the controller was heard from, which saves a check."""
         self._answered = max(self._answered, at)
 
     def _watch(self) -> None:

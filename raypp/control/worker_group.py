@@ -1,5 +1,4 @@
-"""The processes of a run: one per bundle and one standby per node, kept from one attempt to the
-next."""
+"""The processes of a run: one per bundle and one standby per node, kept between attempts."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class WorkerGroup:
             self.standbys[node] = self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy)
 
     def device_index(self, bundle: int, node: str, reported: int) -> int:
-        """Returns the device of a bundle. A standby in it does not know it: Ray gave it no
-        device."""
+        """Returns the device of a bundle, which Ray does not tell a standby in it."""
         return self.devices.setdefault(bundle, (node, reported))[1]
 
     def kill(self, bundle: int) -> None:
@@ -101,8 +99,7 @@ class WorkerGroup:
             end_actor(member.actor)
 
     def kill_frozen(self, bundle: int, pid: int) -> None:
-        """Ends a process that may not react to Ray, with the help of the other workers on its
-        node."""
+        """Ends a process that may not react to Ray, by the other workers on its node."""
         member = self.seated.get(bundle)
         self.kill(bundle)
         if member is None:

@@ -54,8 +54,7 @@ class Choice:
         return self.own.search(word) is not None
 
     def works(self, word: str) -> bool:
-        """Whether this version accepts a name. Does not check that a user's own kind can be
-        imported."""
+        """Whether this version accepts a name. Does not check that own kinds can be imported."""
         if any(kind.name == word for kind in self.others):
             return True
         return bool(self.registry.get(word).available) if word in self.registry else self.is_own(word)

@@ -92,7 +92,6 @@ def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
 
 
 def _stores(job: Job) -> Iterator[Problem]:
-    """Checks that every URL belongs to a known store."""
     paths = {"data.path": job.data.path, "data.eval.path": job.data.eval and job.data.eval.path}
     paths |= {f"data.parts[{index}].path": part.path for index, part in enumerate(job.data.parts or ())}
     for key, path in {**paths, "checkpoint.url": job.checkpoint.url}.items():
@@ -163,7 +162,6 @@ def _sync(job: Job) -> Iterator[Problem]:
 
 
 def _outer(job: Job) -> Iterator[Problem]:
-    """Checks whether replicas can train apart."""
     key, train, every = "train.sync.kind", job.train, job.train.sync.every
     if job.mesh.dp_replicate == 1:
         fault = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
@@ -425,7 +423,6 @@ def _phases(job: Job) -> Iterator[Problem]:
 
 
 def _global_batch(job: Job) -> Iterator[Problem]:
-    """Checks that a step can have the rows that `train.global_batch` asks for."""
     rows, each = job.batch_rows, job.mesh.replicas * job.train.micro_batch_size
     if rows is None or job.rows_per_step == rows:
         return
@@ -445,7 +442,6 @@ def _global_batch(job: Job) -> Iterator[Problem]:
 
 
 def _best(job: Job) -> Iterator[Problem]:
-    """Checks that checkpoints are evaluated whose best are to be kept."""
     saves, evaluates = job.checkpoint.every_steps, job.train.eval_every_steps
     if job.checkpoint.best is None:
         return
@@ -470,7 +466,6 @@ def _spikes(job: Job) -> Iterator[Problem]:
 
 
 def _end(job: Job) -> Iterator[Problem]:
-    """Checks what is told of the run's end."""
     key, options = "observe.on_end", job.observe.on_end
     if options is None:
         return
@@ -483,7 +478,6 @@ def _end(job: Job) -> Iterator[Problem]:
 
 
 def _rate(job: Job) -> Iterator[Problem]:
-    """Checks the schedule of the learning rate."""
     schedule, key = job.train.lr_schedule, "train.lr_schedule"
     if schedule.warmup_ratio is not None and schedule.warmup_steps is not None:
         fault = f"warmup_steps: {schedule.warmup_steps} is given, too"
@@ -530,7 +524,6 @@ def _plain_text(source: SourceKind) -> bool:
 
 
 def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterator[Problem]:
-    """Checks where documents come from."""
     source = known_source(options.kind)
     if source is None:
         return

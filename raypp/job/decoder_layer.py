@@ -145,8 +145,7 @@ def _attention(options: DecoderOptions, layer: Layer, *, sinks: bool) -> Iterato
 
 
 def delta_projections(rule: DeltaRule, layer: Layer) -> dict[str, int]:
-    """Returns the rows of the projections of a delta rule's queries, keys, values, gate, beta and
-    decay."""
+    """Returns the rows of a delta rule's projections: queries, keys, values, gate, beta, decay."""
     if not layer.split_delta:
         return {"in_proj_qkvz": rule.channels + rule.values, "in_proj_ba": 2 * rule.value_heads}
     heads = rule.value_heads

@@ -85,9 +85,8 @@ class Document:
 
 
 def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
-    """Parses one YAML document. Reports errors in the text as problems and does not raise.
-    `source`: name to show in locations: a file, or an override. `numbered`: add `:line` to
-    locations."""
+    """Parses one YAML document. Errors in the text become problems. `source`: for locations: a
+    file, or an override. `numbered`: add `:line` to locations."""
     reading = _Reading(source, numbered)
     document = reading.document
     document.where[()] = reading.place(None)

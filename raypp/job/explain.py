@@ -94,8 +94,7 @@ def _sections_of_a_file(base: type[Section] = Section) -> Iterator[type[Section]
 @cache
 def _descriptions(section: type[Section]) -> dict[str, str]:
     """Returns the docstrings of a section's fields, by name. Pydantic can do this too
-    (`use_attribute_docstrings`), but in every process that imports a job: it took half of that
-    import."""
+    (`use_attribute_docstrings`), but in every process that imports a job, for half of its time."""
     texts = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section):

@@ -1,7 +1,6 @@
 """What a model family declares: its options, its parameters, and its Hugging Face format. A family
-is one file in `raypp/job/families/` with one `FAMILY = Family(…)`. Planning, checkpoints, import,
-export and the runtime read that entry and refer to no family by name. Nothing here imports
-torch."""
+is one file in `raypp/job/families/` with one `FAMILY = Family(…)`. All else reads that entry and
+refers to no family by name. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -193,8 +192,7 @@ class Family(Kind):
         return frozenset(name for name, weight in self.model_weights(options).items() if weight.part == "state")
 
     def fp32_names(self, options: DecoderOptions) -> frozenset[str]:
-        """Returns the global names of the parameters that are trained in fp32 in every
-        precision."""
+        """Returns the global names of parameters that are trained in fp32 in every precision."""
         return frozenset(name for name, weight in self.model_weights(options).items() if weight.fp32)
 
     def model_weights(self, options: DecoderOptions) -> dict[str, Weight]:

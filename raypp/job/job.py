@@ -641,8 +641,7 @@ class RecoverySection(Section):
 
     @property
     def elastic_options(self) -> ElasticOptions | None:
-        """The options of `elastic`, or those that `site_timeout_s` stands for; None when both are
-        off."""
+        """The options of `elastic`, or what `site_timeout_s` stands for; None if both are off."""
         if self.site_timeout_s is not None:
             return ElasticOptions(grace_s=self.site_timeout_s)
         if isinstance(self.elastic, ElasticOptions):
@@ -734,8 +733,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _decide_microbatches(self) -> Self:
-        """Decides `pipeline.microbatches` by `train.global_batch`; `check_spec` says why it
-        cannot."""
+        """Decides `pipeline.microbatches` by `train.global_batch`; `check_spec` reports why not."""
         rows, each = self.batch_rows, self.mesh.replicas * self.train.micro_batch_size
         if rows is not None and rows % each == 0 and "microbatches" not in self.pipeline.model_fields_set:
             microbatches = min(int(rows) // each, limits.ACTIONS)
@@ -744,8 +742,7 @@ class Job(Section):
 
     @property
     def batch_rows(self) -> float | None:
-        """The rows that `train.global_batch` asks for, which may not be whole; None: it is not
-        given."""
+        """The rows that `train.global_batch` asks for, maybe not whole; None: it is not given."""
         batch = self.train.global_batch
         return batch.tokens / self.data.seq_len if isinstance(batch, BatchOptions) else batch
 

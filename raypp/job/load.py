@@ -23,8 +23,7 @@ def parse_job(mapping: Mapping[str, Any]) -> Job:
 
 
 def job_document(job: Job) -> dict[str, Any]:
-    """Returns the job as plain JSON values with every default written out. `parse_job` reads it
-    back."""
+    """Returns the job as plain JSON values with every default, for `parse_job`."""
     return job.model_dump(mode="json")
 
 

@@ -28,8 +28,7 @@ _ROUNDS = 10_000
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a setting looks like a secret: by its name, or as a URL with a password or a
-    signature."""
+    """Whether a setting looks like a secret: by its name, or a URL with a password or signature."""
     return bool(value) and bool(_SECRET.search(name) or _URL_WITH_SECRET.search(value))
 
 

@@ -13,8 +13,7 @@ KeyPath = tuple[str | int, ...]
 
 
 class Section(BaseModel):
-    """Base class of every section of the job file. Unknown keys are errors. Instances are
-    immutable."""
+    """Base class of the sections of the job file. Unknown keys are errors. Immutable."""
 
     # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
     # for them.

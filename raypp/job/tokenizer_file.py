@@ -77,10 +77,9 @@ class SpecialTokens:
 
 
 def special_tokens(folder: Path) -> SpecialTokens:
-    """Reads the special tokens of the tokenizer in a folder, as transformers does. They are those
-    of tokenizer_config.json. If that file has no `added_tokens_decoder`, those of
-    special_tokens_map.json come first. Raises DataError: a file cannot be read, or is not a JSON
-    object."""
+    """Reads the special tokens of the tokenizer in a folder, as transformers does: those of
+    tokenizer_config.json. If that file has no `added_tokens_decoder`, those of
+    special_tokens_map.json come first. Raises DataError: a file is no JSON object."""
     config = read_config(folder)
     decoder = config.get("added_tokens_decoder")
     settings = config if isinstance(decoder, dict) else {**config, **read_config(folder, _MAP)}
@@ -109,9 +108,8 @@ def llama_spaces(folder: Path) -> str | None:
 
 
 def ids_of_model(folder: Path, role: str) -> tuple[int, ...]:
-    """Returns the ids that generation_config.json, else config.json, gives a role of `ROLES`. A
-    model may have several ends. Raises DataError: a file cannot be read, or is not a JSON
-    object."""
+    """Returns the ids, maybe several, that generation_config.json, else config.json, gives a role
+    of `ROLES`. Raises DataError: a file cannot be read, or is not a JSON object."""
     files = (read_config(folder, name) for name in _OF_MODEL)
     return next((ids for config in files if (ids := _ids(config.get(f"{role}_id")))), ())
 

@@ -61,8 +61,7 @@ def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool
 
 
 def tracker_variables(job: Job, environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the variables for the job's trackers that are set: those that are no secrets, and the
-    secrets."""
+    """Returns the variables for the job's trackers that are set: no secrets, and the secrets."""
     names = {name for _, kind, _ in _known(job) for name in kind.variables}
     values = {name: environment[name] for name in sorted(names) if environment.get(name)}
     secrets = {name: value for name, value in values.items() if is_secret(name, value)}
@@ -75,7 +74,6 @@ def environment_of(job: Job) -> dict[str, str]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a folder may be written to, or be created."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

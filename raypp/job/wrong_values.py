@@ -71,8 +71,7 @@ def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyP
 
 
 def unknown_key(path: KeyPath, document: Any) -> Problem:
-    """Describes an unknown key. Suggests the closest key, the section that has it, or lists the
-    known keys."""
+    """Describes an unknown key: suggests the closest, or the section that has it, or lists all."""
     name, section = str(path[-1]) if path else "", section_at(path[:-1], document)
     known = list(section.model_fields) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
@@ -219,8 +218,7 @@ def field_at(path: KeyPath, document: Any) -> FieldInfo | None:
 
 
 def expected_at(path: KeyPath, document: Any) -> str:
-    """Describes the values accepted at a key path. For an item of a list, describes the list's
-    items."""
+    """Describes the values accepted at a key path; for an item of a list, those of its items."""
     info = field_at(path, document)
     if info is not None:
         return words_of(info.annotation, tuple(info.metadata))
@@ -270,8 +268,7 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
 
 
 def is_limit(bound: float) -> bool:
-    """Whether an upper bound is one of `spec.limits`, which no real job reaches. Only an error
-    names those."""
+    """Whether an upper bound is one of `job.limits`, which no real job reaches."""
     return bound >= limits.STAGES
 
 

@@ -177,8 +177,7 @@ def _everything(job: Job, w: _Widths, kind: Kind) -> int:
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
     """Returns the bytes that a stage keeps per token of a microbatch in flight. Its layers', the
     tables of the rotary encoding (2 R each), its output if another stage follows, and on the last
-    stage what the final norm keeps. On CUDA without what waits in host memory; on a CPU that is the
-    same memory."""
+    stage what the final norm keeps. On CUDA without what waits in host memory."""
     width, layers = job.model.hidden_size, _layers(stage, cut)
     rotary = {layer_rotary(job.model, index) for index in layers}
     tables = sum(2 * table.width for table in rotary if table is not None)

@@ -44,7 +44,6 @@ def check_plan(job: Job) -> list[Problem]:
 
 
 def _sizes(job: Job) -> Iterator[Problem]:
-    """Finds sizes beyond the limits of a run."""
     world = job.mesh.world
     if world > RANKS:
         yield Problem("mesh", f"has {world:,} ranks; at most {RANKS:,} are possible", "use a smaller mesh")
@@ -234,7 +233,6 @@ def _context(job: Job) -> Iterator[Problem]:
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:
-    """Returns the nearest allowed values below and above."""
     values = sorted(allowed)
     below = [v for v in values if v < value][-1:]
     above = [v for v in values if v > value][:1]

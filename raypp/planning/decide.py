@@ -92,7 +92,6 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
 
 
 def _with_compile(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[Job, dict[str, str]]:
-    """Decides `train.compile: auto`, and says why."""
     if job.train.compile != "auto":
         return job, {}
     reasons = (
@@ -197,9 +196,8 @@ def decide_reduction(
 
 
 def reduction_on(job: Job, devices: Sequence[int], names: Iterable[str], memory: int) -> Job:
-    """Decides `mesh.reduce_gradients: auto` for the life of a run on nodes of a cluster. `devices`:
-    GPUs of each node; none: ranks compute on CPUs. `names`: of these GPUs. `memory`: bytes of the
-    smallest."""
+    """Decides `mesh.reduce_gradients: auto` for a run on nodes of a cluster. `devices`: GPUs of
+    each node; none: on CPUs. `names`: of these GPUs. `memory`: bytes of the smallest."""
     if sum(devices) < job.mesh.world:
         return job.with_reduction(LAST)
     nodes = tuple(Node(str(index), count) for index, count in enumerate(devices))

@@ -186,7 +186,6 @@ class _Search:
         return proposals
 
     def _levels(self, lever: Lever, job: Job) -> list[Changes]:
-        """Returns the levels that this job and this kind of device take."""
         taken = [one for one in lever.levels(job) if self.kind != "cpu" or not in_host_memory(one)]
         needs = [one.get("train.precision", "fp32" if one.get("model.lora.base") != "fp8" else "fp8") for one in taken]
         taken = [one for one, precision in zip(taken, needs, strict=True) if self._device.computes(precision)]

@@ -28,8 +28,7 @@ BACKWARD_PER_FORWARD = 2.0
 
 
 def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float:
-    """Returns the FLOPs of one layer's forward, per token of a row of `seq_len` tokens. Averages
-    over layers."""
+    """Returns the FLOPs of a layer's forward, per token of `seq_len`; the mean over layers."""
     return 2.0 * sizes.mean("multiplied") + attention_flops(model, seq_len)
 
 
@@ -85,9 +84,8 @@ def recompute_factor(job: Job) -> float:
 
 
 def flops_per_token(job: Job, *, attention: bool = True) -> float:
-    """Returns the FLOPs of forward and backward of the whole model, per token. Recomputation does
-    not count. Without `attention`: 6 N, N the weights that a token is multiplied with; 4 for frozen
-    ones."""
+    """Returns the FLOPs of forward and backward per token. Recomputation does not count. Without
+    `attention`: 6 N, N the weights that a token is multiplied with; 4 for frozen ones."""
     layers = job.model.num_layers * layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
     whole = layers * (1 + backward_factor(job)) + head_flops(job.model) * (1 + head_backward(job.model))
     left_out = 0.0 if attention else flops_per_key(job.model) * sum(_seen(job.model, job.data.seq_len))

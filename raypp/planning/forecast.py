@@ -244,8 +244,7 @@ class _Step:
         )
 
     def _border(self, upper: int, lower: int) -> _Border:
-        """Returns the boundary with the time of its slowest message if all pipelines send at
-        once."""
+        """Returns the boundary with the time of its slowest message if all pipelines send."""
         if upper == lower:
             return _Border({}, 0.0)
         senders, receivers = (of_pipeline_rank(self._mesh, self._seats, rank) for rank in (upper, lower))
@@ -303,8 +302,7 @@ class _Step:
         return best.lookahead, best.simulator, best.timeline
 
     def _outside_schedule(self) -> tuple[float, float, float]:
-        """Returns seconds of the gathers of weights, of the sums of gradients, and of the
-        update."""
+        """Returns seconds of the gathers of weights, the sums of gradients, and the update."""
         job, costs, pipeline = self._job, self._costs, self._pipeline
         gathered, trained = self._sharded(gathered_bytes), self._sharded(stage_trained)
         slowest = min(node.speed for node in self._seats)
@@ -382,9 +380,8 @@ class _Step:
         return seconds
 
     def _collectives(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
-        """Returns the seconds of gathering weights once, and of summing gradients over shards. Both
-        for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
-        gradients."""
+        """Returns the seconds of gathering weights once, and of summing gradients over shards, for
+        the slowest pipeline rank: from bytes of weights and numbers of gradients."""
         if self._job.mesh.shards == 1:
             return 0.0, 0.0
         number = self._job.train.dtypes.reduce.bytes

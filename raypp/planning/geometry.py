@@ -96,8 +96,7 @@ class Shape(Coordinates):
 
     @property
     def microbatches_per_step(self) -> int:
-        """Microbatches of all replicas; they fix the global batch, and with it the order of the
-        data."""
+        """Microbatches of all replicas; they fix the global batch, and so the order of the data."""
         return self.replicas * self.microbatches
 
 

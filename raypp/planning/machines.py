@@ -56,9 +56,8 @@ class _File(TypedDict):
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. `devices`: number of ranks it can take. `speed`: speed of one of its devices
-    relative to the device whose costs are known. `memory`: bytes of host memory that is free; 0:
-    unknown."""
+    """One machine. `devices`: number of ranks it can take. `speed`: of its devices, relative to the
+    one whose costs are known. `memory`: bytes of host memory that is free; 0: unknown."""
 
     name: str
     devices: int
@@ -122,8 +121,7 @@ class Machines:
         return {node.name: node.memory for node in self.nodes}
 
     def times(self, factor: int) -> Machines:
-        """Returns `factor` times as many of these nodes. New nodes are joined by the slowest link
-        there is."""
+        """Returns `factor` times as many nodes; new ones have the slowest link there is."""
         links = [link for pair, link in self.links.items() if len(pair) == 2]
         links += [self.link] if self.link else []
         slowest = min(links, key=lambda one: one.gbps, default=None)

@@ -65,15 +65,13 @@ def read_costs(path: Path, job: Job) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
-    """Writes measured costs and what they are valid for. `measured`: time of the measurement, for
-    people."""
+    """Writes measured costs and what they are valid for. `measured`: when, for people."""
     numbers = {name: value for name, value in asdict(costs).items() if name not in ("measured", "source")}
     document = {"measured": measured, "device": device, "identity": cost_identity(job, costs.kind), "costs": numbers}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _differences(measured: Any, wanted: Any, prefix: str = "") -> list[str]:
-    """Returns the keys that differ, as deep as the wanted ones go."""
     if not isinstance(measured, dict) or not isinstance(wanted, dict):
         return [] if measured == wanted else [prefix]
     names = measured.keys() | wanted.keys()

@@ -265,7 +265,6 @@ def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
 
 
 def _difference(job: Job, other: Job, prediction: Forecast) -> dict[str, Any]:
-    """Returns the keys in which another job differs, with its values."""
     ours, theirs = job_document(job), job_document(other)
     changes: dict[str, Any] = {}
     for section in ("mesh", "pipeline", "train"):

@@ -48,9 +48,8 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts], *, apart: bool = False) -
 
 
 def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block]] = ()) -> list[int]:
-    """Returns the position of every rank, by rank. `nodes`: the positions on each node; together
-    one for each rank. `sites`: the nodes of each site, if replicas train apart; () if they train
-    together."""
+    """Returns each rank's position. `nodes`: the positions on each node; together one for each
+    rank. `sites`: the nodes of each site, if replicas train apart; else ()."""
     if not sites:
         return _arrange(nodes, _block_sizes(mesh))
     one = replace(mesh, sizes=replace(mesh.sizes, dp_replicate=1))
@@ -70,7 +69,6 @@ def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block
 
 
 def _by_node(positions: _Block, nodes: Sequence[_Block]) -> list[_Block]:
-    """Returns the positions of each node that has some."""
     wanted = set(positions)
     return [mine for node in nodes if (mine := [position for position in node if position in wanted])]
 

@@ -75,8 +75,7 @@ class ModelSizes:
     ends_trained: tuple[int, int, int] = (0, 0, 0)
 
     def stage_parameters(self, layers: range, *, first: bool, last: bool) -> int:
-        """Returns the parameters of a stage. With a single stage, a tied projection is the
-        embedding itself."""
+        """Returns the parameters of a stage; on a single one, a tied projection counts once."""
         if first and last:
             return self.whole
         ends = (self.first if first else 0) + (self.last if last else 0)

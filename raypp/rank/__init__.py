@@ -1,3 +1,2 @@
-"""What one process does: joins, reads its rows, trains its stages, saves. `control` and `tools`
-import it; it never imports Ray.
-"""
+"""What one process does: joins, reads its rows, trains, saves. `control` and `tools` import it; it
+never imports Ray."""

@@ -68,9 +68,8 @@ def build_stages(
 ) -> BuiltStages:
     """Builds and shards this rank's stages, and compiles the job's program onto them. Collective
     over the rank's data mesh. Allocates memory for this rank's stages only. `draw`: True:
-    initialise the weights (`draw_weights`). False: they hold uninitialised memory, and the caller
-    must set every one of them. `kept`: this rank's part of weights that have their values, by
-    global name."""
+    initialise the weights (`draw_weights`). False: the caller must set every one of them. `kept`:
+    this rank's part of weights that have their values, by global name."""
     layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
     held = pipeline.stages_of_rank[groups.coordinates.pp]
     data_mesh = groups.data_mesh

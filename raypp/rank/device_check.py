@@ -224,8 +224,7 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
 
 
 def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: KeyValueStore, tell: Callable[[Event], None]) -> None:
-    """Compares the ranks' cards on rank 0. Collective. Raises JobError: on rank 0, two ranks have
-    one card."""
+    """Compares the ranks' cards. Collective. Raises JobError: on rank 0, two have the same card."""
     key = f"raypp-card/{seat.run}/{seat.attempt}"
     several = any(os.environ.get(name) for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID"))
     place = f"{seat.node} {card.bus}" if card.bus and not several else ""

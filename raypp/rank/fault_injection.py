@@ -54,8 +54,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parses the value of `RAYPP_FAULTS`. Raises JobError: the text does not have the documented
-    form."""
+    """Parses the value of `RAYPP_FAULTS`. Raises JobError: it has not the documented form."""
     faults = []
     for part in filter(None, (one.strip() for one in text.split(";"))):
         match = _FAULT.fullmatch(part)

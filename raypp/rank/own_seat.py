@@ -17,8 +17,7 @@ from raypp.records import Seat
 
 def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
     """Returns the seat of a rank on this machine; the ranks meet at a loopback port. `device`:
-    `cpu`, `cuda` (each rank has the device of its number), or for example `cuda:0` (all ranks share
-    that one)."""
+    `cpu`, `cuda` (each rank has its own), or for example `cuda:0` (all share that one)."""
     kind, _, index = device.partition(":")
     mesh = Mesh.of(job.mesh)
     if mesh.world != world:

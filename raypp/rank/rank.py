@@ -134,8 +134,7 @@ def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
 def _restored(
     job: Job, rank: AssembledRank, reporter: Reporter, stack: ExitStack, injection: Injection | None
 ) -> Restored:
-    """Opens the store and the memory tier, and restores the newest state. Collective over the
-    world."""
+    """Opens store and memory tier, and restores the newest state. Collective over the world."""
     seat = rank.seat
     if not seat.secret:  # under torchrun there is no other channel than the process group
         seat = replace(seat, secret=from_rank_zero(secrets.token_hex(32) if seat.rank == 0 else None))

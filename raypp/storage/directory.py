@@ -208,7 +208,6 @@ class DirectoryStore:
         return self.root / check_key(key)
 
     def _path_to_change(self, key: str) -> Path:
-        """Returns the path of an object to be written or deleted."""
         path = self._path(key)
         run = self.root / key.partition("/")[0]
         if path.parent not in (self.root, run):

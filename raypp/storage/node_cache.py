@@ -37,9 +37,8 @@ def cache_directory() -> Path:
 
 def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
     """Returns the directory `entry`; creates it first if it does not exist. If several processes
-    ask at once, one creates it and the others wait. If that process dies, another one can create
-    the entry. `entry`: the entry's path, below `cache_directory()`. Raises DataError: the cache
-    cannot be written."""
+    ask at once, one creates it and the others wait; if it dies, another can. `entry`: the entry's
+    path, below `cache_directory()`. Raises DataError: the cache cannot be written."""
     if entry.is_dir():
         return own_folder(entry)
     try:
@@ -58,9 +57,8 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Creates a folder of the cache if it does not exist, and returns it. Raises DataError: others
-    can replace what it holds, as where several users share a cache; OSError: it cannot be
-    created."""
+    """Creates a folder of the cache if there is none, and returns it. Raises DataError: others can
+    replace what it holds, as in a shared cache; OSError: it cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder, *folder.parents):
         check_own(path, DataError, "set RAYPP_CACHE_DIR (resources.env) to a directory of your own")
@@ -112,9 +110,8 @@ class Meta(TypedDict):
 
 
 def map_array(path: Path, place: str, name: str = "", fix: str = "write it with numpy.save") -> NDArray[Any]:
-    """Maps the array of a .npy file into memory, read-only. `name`: what to call it in errors;
-    empty: the path. Raises DataError: it is not a regular file, or not a whole array of plain
-    numbers."""
+    """Maps the array of a .npy file into memory, read-only. `name`: for errors; empty: the path.
+    Raises DataError: it is no regular file, or no whole array of numbers."""
     with open_file(path, place=place) as file:
         first = file.read(_LENGTH_AT + 4)
     wide = first[_VERSION_AT : _VERSION_AT + 1] > b"\x01"  # the length of the header has 4 bytes, not 2

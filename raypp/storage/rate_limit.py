@@ -146,8 +146,7 @@ _FDS = Path("/proc/self/fd")
 
 class OtherTraffic:
     """The unmarked connections of this process to other hosts. `is_here`: tells from a connection's
-    own and its peer's host whether they are the same host. What stays inside a host crosses no
-    cable."""
+    own and its peer's host whether it stays inside a host and crosses no cable."""
 
     def __init__(self, is_here: Callable[[str, str], bool] | None = None) -> None:
         self._is_here = is_here or _same_host

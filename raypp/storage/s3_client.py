@@ -118,9 +118,8 @@ class S3Clients:
         return self._client
 
     def renew(self, refused: S3Client) -> bool:
-        """Reads the credentials again, after the server rejected a client's. `refused`: the client
-        whose credentials were rejected. Returns whether there are new ones, so that a retry makes
-        sense."""
+        """Reads the credentials again, after the server rejected a client's. `refused`: that
+        client. Returns whether there are new ones, so that a retry makes sense."""
         with self._lock:
             if refused is not self._client:
                 return True
@@ -133,7 +132,6 @@ class S3Clients:
             return True
 
     def _build(self) -> tuple[S3Client, object]:
-        """Returns a client, and a value that identifies its credentials."""
         # boto3 takes 0.3 s to import: only users of S3 should pay for it.
         import boto3
         import botocore.session

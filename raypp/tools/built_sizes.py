@@ -16,8 +16,7 @@ from raypp.stages.models.stage import build_stage
 
 
 def answer(request: Mapping[str, Any], _tell: Tell) -> dict[str, Any]:
-    """Answers `{"job"}`, for its `model:` section. Raises RunFailedError: the model cannot be
-    built."""
+    """Answers `{"job"}`, for its `model:` section. Raises RunFailedError: it cannot be built."""
     try:
         options = parse_job(request["job"]).model
         layers = [_shapes(options, range(index, index + 1)) for index in range(options.num_layers)]

@@ -112,9 +112,8 @@ class Meter:
 
     def _seconds(self, rounds: int) -> list[tuple[float, float]]:
         """Times a microbatch through two layers: alone, after the embedding, before the head. Also
-        times the two halves of a backward of the layers alone. The measurements take turns, so that
-        a slowdown of the machine affects all of them. Returns the two seconds of each
-        measurement."""
+        times the two halves of a backward of the layers alone. They take turns, so that a slowdown
+        affects all. Returns the two seconds of each."""
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
         if not self._job.train.compiles:
             ways.append(partial(_halves, self._stages[0]))

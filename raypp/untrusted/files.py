@@ -68,8 +68,7 @@ def check_own(folder: Path, error: type[RayppError], fix: str, user: int | None 
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
     """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would. `path`:
     the file; a link is followed. `place`: where the user named it, for errors; empty: the path.
-    Raises RayppError: of the given kind. It is missing, is not a regular file, or cannot be
-    opened."""
+    Raises RayppError, of the given kind: it is missing, no regular file, or cannot be opened."""
     where = place or str(path)
     named = f"{path} " if place else ""
     try:
@@ -139,8 +138,7 @@ def same_place(url: str, other: str) -> bool:
 
 
 def files_below(root: Path) -> Iterator[str]:
-    """Yields the files of a folder and of those in it that are not hidden, as `matches` does for
-    `root/**`."""
+    """Yields the files of a folder and of folders in it, as `matches` does for `root/**`."""
     return (path for folder, names in _tree(str(root)) for path in names)
 
 

@@ -117,7 +117,6 @@ def parse_header(text: bytes, data_bytes: int | None, place: str, fix: str = "")
 
 
 def _tensor(dtype: Any, shape: Any, data_offsets: Any) -> StoredTensor | str:
-    """Returns a tensor, or what is wrong with it."""
     if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         return f"raypp cannot read the dtype {shown(dtype)}"
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not _are_counts(shape):

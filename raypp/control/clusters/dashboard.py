@@ -185,8 +185,7 @@ class Dashboard:
     def submit_job(self, document: dict[str, Any]) -> str:
         """Starts a Ray job and returns its id. `document`: `entrypoint`, `submission_id`,
         `runtime_env`, `metadata` … Raises DashboardError: the cluster refused, for instance because
-        the id is taken (Ray's response is then 500). Raises NoAnswerError: whether it has the job
-        is not known."""
+        the id is taken. Raises NoAnswerError: whether it has the job is not known."""
 
         def submit() -> str:
             try:

@@ -103,8 +103,7 @@ def _is_at(embedded: local.LocalCluster, url: str) -> bool:
 
 
 def _url_of(address: str) -> str:
-    """Returns the dashboard's URL; the address itself if it is invalid, which commands report that
-    use it."""
+    """Returns the dashboard's URL; the address itself if it is invalid, which its use reports."""
     try:
         return _dashboard_of(address, local.remains())
     except JobError:

@@ -35,9 +35,8 @@ _MOST_RUNS = 10_000
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run is stored, and where it runs. `url`: URL of the store, without the run's name.
-    `submission_id`: its Ray job; empty if unknown. `submitted_at`: seconds since 1970; None if
-    unknown."""
+    """Where a run is stored, and where it runs. `url`: of the store. `submission_id`: of its Ray
+    job; empty if unknown. `submitted_at`: seconds since 1970; None if unknown."""
 
     url: str
     name: str
@@ -59,8 +58,7 @@ def remember_run(place: RunPlace) -> None:
 
 
 def locate_run(argument: str) -> RunPlace:
-    """Returns the run with this name or URL/NAME. Raises JobError: no run of that name is known
-    here."""
+    """Returns the run with this name or URL/NAME. Raises JobError: no such run is known here."""
     lend_store_settings()
     place = _located(argument)
     lend_settings_of(place.address)

@@ -45,8 +45,7 @@ def worker_command(arguments: Sequence[str]) -> str | None:
 
 
 def _set_variables(variables: Mapping[str, str]) -> None:
-    """Sets variables. Each may name others, also those set before it; an unset `${NAME}` is
-    empty."""
+    """Sets variables, which may name others and those set before; an unset `${NAME}` is empty."""
     for name, value in variables.items():
         os.environ[name] = _UNSET.sub("", os.path.expandvars(value))
 

@@ -207,8 +207,7 @@ def _address_towards(node: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Runs a command of Slurm and returns what it prints. Raises UnreachableError: it is not there,
-    or failed."""
+    """Runs a command of Slurm; returns what it prints. Raises UnreachableError: it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

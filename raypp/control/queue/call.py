@@ -1,6 +1,5 @@
 """`python -m raypp.control.queue.call METHOD ARGUMENTS`, inside a cluster: puts a run into the
-line, follows its place, shows and changes the line, and takes a run out of it. Reports
-what it finds."""
+line, follows its place, shows and changes the line, and takes runs out."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ _MODULE = "raypp.control.queue.call"
 
 
 def user_name(given: str | None) -> str:
-    """Returns the user's name for the record: the given one, or the operating system's. Nothing
-    checks it."""
+    """Returns the user's name for the record: as given, or the system's. Nothing checks it."""
     try:
         return given or getpass.getuser()
     except (OSError, KeyError):  # a container's user may have no name

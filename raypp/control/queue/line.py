@@ -205,7 +205,6 @@ def _taken(need: Need, free: Room) -> Room:
 
 
 def _changed(room: Room, by: Room, sign: float) -> Room:
-    """Returns the room with what a run holds given back, or taken. A node that has left gets
-    nothing."""
+    """Returns the room with what a run holds given back, or taken. A lost node gets nothing."""
     there = {node: by.get(node, (0.0, 0.0)) for node in room}
     return {node: (has[0] + sign * there[node][0], has[1] + sign * there[node][1]) for node, has in room.items()}

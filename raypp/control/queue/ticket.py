@@ -98,8 +98,7 @@ def read_ticket(store: ObjectStore, run: str, number: int) -> Ticket | None:
 
 
 def kept_place(store: ObjectStore, run: str, number: int) -> float | None:
-    """Returns the place of the submission before this one if that never began: a resume keeps
-    it."""
+    """Returns the place of the submission before if that never began: a resume keeps it."""
     before = read_ticket(store, run, number - 1) if number > 1 else None
     if before is None or any(True for _ in store.list(f"{run}/attempts/")):
         return None
@@ -166,8 +165,7 @@ def circle(run: str, after: Sequence[str], waiting: Mapping[str, Sequence[str]])
 
 
 def rules_in_words(shown: Mapping[str, Any]) -> list[str]:
-    """Returns in words who has paused the line or holds nodes of it, of what `cluster_view.view`
-    returned."""
+    """Returns in words who has paused the line or holds nodes of it, by `cluster_view.view`."""
     words = []
     for rule in shown["rules"]:
         what = f"{rule['node']} is held" if rule["node"] else "the line is paused"

@@ -128,8 +128,7 @@ def activity_table(activities: Sequence[RankActivity]) -> str:
 
 
 def _chain(start: int, waits: Sequence[_Wait | None], activities: Sequence[RankActivity]) -> list[int]:
-    """Returns the ranks from one to the rank for which it waits in the end; stops before it would
-    repeat one."""
+    """Returns the ranks from one to the rank for which it waits in the end; repeats none."""
     chain = [start]
     while (wait := waits[chain[-1]]) is not None:
         further = [rank for rank in wait.ranks if rank not in chain]
@@ -188,8 +187,7 @@ def _message_wait(
 
 
 def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
-    """Returns the ranks missing in a collective of a stage, or of all ranks while the attempt
-    starts."""
+    """Returns the ranks missing in a collective of a stage, or of all while the attempt starts."""
     whole_world = _WORK.fullmatch(one.phase) is None
     late = [
         other
@@ -231,7 +229,6 @@ def _collective(one: RankActivity) -> str:
 
 
 def _same_column(one: RankActivity, other: RankActivity) -> bool:
-    """Returns whether two ranks belong to the same pipeline."""
     return one.coordinates.column == other.coordinates.column
 
 
@@ -275,7 +272,6 @@ def _place(activity: RankActivity) -> str:
 
 
 def _ends_with(activity: RankActivity) -> str:
-    """Returns what the rank at the end of a chain does."""
     since = f"for {activity.idle_s:.0f} s"
     last = f"`{activity.phase}`"
     if activity.silent:

@@ -22,8 +22,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 @dataclass(frozen=True)
 class AttemptEnd:
     """The end of a failed attempt. `failures`: in the order they were found; never empty.
-    `committed_step`: newest committed step of the run when the attempt ended; None before the
-    first."""
+    `committed_step`: the newest when the attempt ended; None before the first."""
 
     attempt: int
     failures: tuple[RankFailure, ...]
@@ -88,8 +87,7 @@ def check_policy(recovery: RecoverySection) -> list[Problem]:
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """Returns the failure that explains the others: the first that is more than the loss of a
-    peer."""
+    """Returns the failure that explains the others: the first that is no loss of a peer."""
     return next((failure for failure in failures if not failure.kind.traits.witness), failures[0])
 
 
@@ -140,8 +138,7 @@ def describe(failure: RankFailure) -> str:
 
 
 def _gist(failure: RankFailure) -> str:
-    """Returns the cause without what differs between two processes: addresses, sizes, process
-    ids."""
+    """Returns the cause without what differs between processes: addresses, sizes, process ids."""
     return _NUMBER.sub("#", failure.cause)
 
 

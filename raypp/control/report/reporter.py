@@ -292,8 +292,7 @@ class ReportBuffer:
             self._logs.extend(lines)
 
     def next_batch(self, phase: str, idle_s: float) -> ReportBatch:
-        """Takes everything that waits as the next batch; the caller then calls `sent` or
-        `requeue`."""
+        """Takes all that waits as the next batch; the caller then calls `sent` or `requeue`."""
         with self._lock:
             self._number += 1
             seat = self._seat
@@ -322,8 +321,7 @@ class ReportBuffer:
                 self._sent.append(batch)
 
     def unwritten(self) -> ReportBatch | None:
-        """Returns everything that is not known to be in the store, in order; None when there is
-        nothing."""
+        """Returns all that is not known to be in the store, in order; None if nothing."""
         with self._lock:
             steps, events = self._sent_unwritten()
             steps, events, logs = (*steps, *self._steps), (*events, *self._events), tuple(self._logs)

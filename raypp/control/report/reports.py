@@ -31,8 +31,7 @@ class Recovery:
         self._away_s = 0.0
 
     def was_away(self, seconds: float) -> None:
-        """There was no controller for so long; a part of its own if no step comes before a
-        failure."""
+        """No controller was there for so long; a part of its own if no step precedes a failure."""
         self._away_s = max(0.0, seconds)
 
     def stepped(self) -> None:
@@ -96,8 +95,7 @@ class Reports:
     # In any thread --------------------------------------------------------------------------------
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
-        """Takes a rank's batch; returns what the operator wants, and which of its batches are in
-        the store."""
+        """Takes a rank's batch; returns what the operator wants, and which batches are stored."""
         self._queue.put(batch)
         durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
         requests = self.stop or Requests()

@@ -58,8 +58,7 @@ _WINDOW, _FULL_LAYERS = 4096, 28
 
 
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns the window and the kinds of layers. Raises JobError: layers have a window, but there
-    is none."""
+    """Returns the window and the kinds of layers. Raises JobError: a window is missing."""
     window = config.get("sliding_window", _WINDOW) if config.get("use_sliding_window") else None
     kinds, count = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None and window is not None:

@@ -27,8 +27,7 @@ def layer(options: StableLmOptions, index: int) -> Layer:
 
 
 def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Refuses heads that are not hidden_size / num_attention_heads wide. Returns no further
-    fields."""
+    """Refuses heads that are not hidden_size / num_attention_heads wide. Returns no fields."""
     width, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     if width % heads:
         fault = f"hidden_size {width} is not divisible by num_attention_heads {heads}"

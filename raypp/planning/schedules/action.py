@@ -49,10 +49,9 @@ def with_whole_backwards(program: Program) -> Program:
 
 def without_idle_backwards(program: Program, trained: Sequence[bool]) -> Program:
     """Returns a program without the backwards that no trained parameter needs. Stages below the
-    lowest one that trains have no backward. That one sends no gradient on, and its backward is
-    whole, as is that of a stage without trained parameters, which computes the gradient of its
-    input only. `program`: of a training step. `trained`: whether a stage has trained parameters, by
-    stage."""
+    lowest one that trains have no backward. That one sends no gradient, and its backward is whole,
+    as is that of a stage without trained parameters, which computes its input's gradient only.
+    `program`: of a training step. `trained`: whether a stage has trained parameters, by stage."""
     if all(trained):
         return program
     lowest = min((stage for stage, trains in enumerate(trained) if trains), default=len(trained))

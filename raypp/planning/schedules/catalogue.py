@@ -146,9 +146,8 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
 
 def from_csv(path: str) -> ScheduleKind:
     """Loads a schedule from a CSV file: one row per rank, in rank order, of actions such as `0F1`.
-    Empty cells are allowed; they mark where a rank waits. Stages may be placed in a loop or in a V;
-    the rows determine which. Raises JobError: the file cannot be read, or a cell is not an
-    action."""
+    Empty cells are allowed; they mark where a rank waits. The rows tell whether stages are placed
+    in a loop or a V. Raises JobError: the file cannot be read, or a cell is no action."""
     try:
         lines = read_file(here(Path(path)), _FILE_BYTES, JobError, _KEY).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -194,9 +193,8 @@ def _checked(
 def build_forward_only(
     pp: int, stages_per_rank: int, microbatches: int, placement: Literal["loop", "v"] = "loop"
 ) -> Program:
-    """Builds the program of every rank, with the stage placement of a training schedule.
-    `placement`: "loop": stage s is on rank s mod pp; "v": rank r has the stages r and 2·pp - 1 -
-    r."""
+    """Builds the program of every rank, with a training schedule's placement. `placement`: "loop":
+    stage s is on rank s mod pp; "v": rank r has the stages r and 2·pp - 1 - r."""
     return _v(pp, microbatches) if placement == "v" else _loop(pp, stages_per_rank, microbatches)
 
 

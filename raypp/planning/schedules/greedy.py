@@ -153,7 +153,6 @@ class _Clock:
         heappush(self.heaps[kind][self.rank_of[stage]], (key, action))
 
     def _ready(self, kind: Kind, stage: int) -> int:
-        """Returns how many microbatches have the inputs that an action needs."""
         if kind == "F":
             return self.arrived["F"][stage]
         if kind == "W":

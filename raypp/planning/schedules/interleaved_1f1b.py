@@ -20,8 +20,7 @@ KIND = ScheduleKind(
 def rounds_of(least: int, microbatches: int) -> list[range]:
     """Splits microbatches into rounds that pass through all stages of a rank together. A round has
     at least `least` microbatches, if there are so many; rounds are as equal as possible. Longer
-    rounds come first: the first round sets the length of the warm-up, which then is enough for
-    all."""
+    rounds come first: the first sets the length of the warm-up, enough for all."""
     count = max(1, microbatches // least)
     each, longer = divmod(microbatches, count)
     rounds, start = [], 0

@@ -27,8 +27,7 @@ def drawn(ranks: Mapping[int, Sequence[Slot]], width: int = WIDTH) -> Iterator[P
     """Draws the actions of each pipeline rank over time, and what the signs mean. A forward is
     shown as its microbatch's number (`stage.number` if a rank has several stages), a backward as
     its number followed by a bar, idle time as dots. A chart wider than `width` columns is truncated
-    with `…`. `ranks`: each rank's actions, with times in units of a forward. `width`: available
-    columns."""
+    with `…`. `ranks`: each rank's actions, with times in units of a forward."""
     several = any(len({slot.action.stage for slot in row}) > 1 for row in ranks.values())
     end = max((row[-1].end for row in ranks.values() if row), default=0.0)
     head = max((len(f"pp{rank}") for rank in ranks), default=0) + 2
@@ -71,7 +70,6 @@ def _idle(start: int, end: int, scale: int) -> str:
 
 
 def _cut(line: Sequence[Piece], room: int) -> Iterator[Piece]:
-    """Yields a line, cut with `…` if it has more than so many columns."""
     longer = sum(len(text) for text, _ in line) > room
     left = room - longer
     for text, kind in line:

@@ -59,8 +59,7 @@ a lookahead is made for slow links: the best order for fast ones costs it up to 
 
 
 def posting_on(device_type: str) -> Posting:
-    """Returns how the ranks of a run post their receives: by the backend that carries messages.
-    `device_type`: the device of the run's stages, the same on all ranks: cuda (NCCL) or cpu
+    """Returns how a run's ranks post receives. `device_type`: of all its stages: cuda (NCCL) or cpu
     (gloo)."""
     return "ahead" if device_type == "cpu" else "one_order"
 

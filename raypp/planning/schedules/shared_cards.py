@@ -96,7 +96,6 @@ class SharedCards:
         heappush(self._events, (time, self._order, which, version))
 
     def _next(self, rank: int, now: float) -> None:
-        """Posts the receives that precede the next step of a rank, and begins it."""
         for result in self._posts[rank].get(self._place[rank], ()) if self._posts else ():
             self._posted.add(result)
             self._send(self._channel_of[result], now)

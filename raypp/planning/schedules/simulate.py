@@ -295,8 +295,7 @@ class Simulator:
 
     @cached_property
     def in_order(self) -> list[_Step]:
-        """All actions, each after those that it waits for. Raises DeadlockError: there is no such
-        order."""
+        """All actions, each after those that it waits for. Raises DeadlockError: there is none."""
         lines = list(self.program.values())
         table = self._flows()
         steps: list[_Step] = []

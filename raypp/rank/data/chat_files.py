@@ -89,8 +89,7 @@ def end_of_turn(template: ChatTemplate) -> str:
 
 
 def turn_ends(template: ChatTemplate, tokenizer: PromptTokenizer) -> tuple[int, ...]:
-    """Returns the ids that end an assistant's turns, an answer and a call of a tool, if each is one
-    token."""
+    """Returns the ids that end an assistant's answer and call of a tool, if each is one token."""
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     turns: list[dict[str, Any]] = [

@@ -105,9 +105,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> Rendered:
-        """Renders a conversation. `add_generation_prompt`: end with the header of the assistant's
-        next turn. Raises TemplateFault: the template refuses the conversation, fails, or writes too
-        much."""
+        """Renders a conversation. `add_generation_prompt`: with the header of the next turn. Raises
+        TemplateFault: the template refuses the conversation, fails, or writes too much."""
         tracker = _tracker(self._environment)
         turns = [_normal(message) for message in messages]
         tracker.begin(turns)
@@ -139,8 +138,7 @@ does not compute it in advance."""
 
 
 class _Generation(Extension):
-    """Records where the content of the tag `{% generation %}` begins and ends, and that of
-    loops."""
+    """Records where the content of `{% generation %}`, and of loops, begins and ends."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -263,8 +261,7 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> Templa
 
 
 def _normal(message: Message) -> Message:
-    """Leaves out keys without a value, but for `content`, and gives reasoning the names that
-    templates read."""
+    """Leaves out keys without value, but `content`; reasoning gets the names templates read."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in _REASONING if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

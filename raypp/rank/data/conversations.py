@@ -281,7 +281,6 @@ _SHAPES: dict[tuple[str, ...], Callable[[_Row, bool], Content]] = {
 def _complete(
     row: _Row, messages: list[dict[str, Any]], marks: tuple[bool | None, ...], begin: int = 0
 ) -> Conversation:
-    """Adds what is beside the turns."""
     system = _system(row)
     if system:
         first = messages[0]

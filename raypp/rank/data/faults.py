@@ -91,8 +91,7 @@ class Faults:
             raise DataError(self.problems())
 
     def problems(self, whole: bool = True) -> list[Problem]:
-        """Returns the first problems, and one that counts the others. `whole`: all rows were looked
-        at."""
+        """Returns the first problems, and one that counts the others. `whole`: of all rows."""
         if not self._more:
             return self._shown
         fault = f"{'' if whole else 'at least '}{self._more:,} more rows cannot be used"

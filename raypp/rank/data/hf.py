@@ -46,8 +46,7 @@ _PATIENCE_S = 20.0
 def read(request: Request) -> Corpus:
     """Reads one column of text, or the columns of conversations, of all rows of a split. Rows whose
     text is empty or null are skipped, and counted. Raises DataError: no such dataset, split,
-    configuration or column; a damaged file; pyarrow is not installed; or the hub does not
-    answer."""
+    configuration or column; a damaged file; no pyarrow; or the hub does not answer."""
     path = _downloaded(request) if is_hub_name(request.path) else request.path
     files = _chosen(find_files(path, KIND.endings, request.place), path, request)
     there, names = columns_of(files[0]), Names.of(request.data)
@@ -173,7 +172,6 @@ def _of_split(files: list[SourceFile], names: Mapping[str, PurePosixPath], split
 
 
 def _splits(name: PurePosixPath) -> set[str]:
-    """Returns the splits that a file belongs to."""
     split = _shard_split(name)
     return {split} if split is not None else _words(str(name)) & _KNOWN_SPLITS
 

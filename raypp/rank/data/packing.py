@@ -176,8 +176,7 @@ def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Curs
 
 class RowOrder:
     """All rows of a run, in order: here those of one source. Positions in it are immutable.
-    `corpus`: the documents that the pieces of the rows refer to. `start`: the position of the first
-    row."""
+    `corpus`: the documents of the rows' pieces. `start`: the first row's position."""
 
     start: Any
 

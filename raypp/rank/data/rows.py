@@ -291,7 +291,6 @@ class _Turns:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yields the texts of a value of JSON that are not blank."""
     if isinstance(value, str):
         yield from [value.strip()] if value.strip() else []
     elif isinstance(value, dict | list):

@@ -221,8 +221,7 @@ def _check_files(data: DataSection, key: str) -> None:
 
 
 def _first_rows(job: Job, place: str) -> None:
-    """Reads the first rows if some may be unusable: rows of records, or ids that the model
-    lacks."""
+    """Reads the first rows if some may be unusable: records, or ids that the model lacks."""
     source, path = _source(job.data), job.data.path
     if path is None or source.ids != "text" or (source.hub and is_hub_name(path)):
         return

@@ -51,8 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Text:
-    """A document before tokenising, its place (`file:line`), and columns beside it that are not
-    used."""
+    """A document before tokenising, its place (`file:line`), and columns that are not used."""
 
     place: str
     text: str

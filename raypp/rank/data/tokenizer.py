@@ -251,8 +251,7 @@ class FileTokenizer:
 
     def _within_patience(self, texts: Sequence[str]) -> list[Any]:
         """Encodes texts unless a regular expression of the file backtracks for too long. The
-        library cannot be interrupted: after an error its thread computes on until the process
-        ends."""
+        library cannot be interrupted: after an error its thread computes on."""
         answers: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
 
         def encode() -> None:
@@ -360,8 +359,7 @@ def with_added_tokens(content: bytes, path: Path, added: Sequence[AddedToken]) -
 
 
 def added_in(data: Mapping[str, Any]) -> list[AddedToken]:
-    """Returns the `added_tokens` of the `data:` section of a stored job. Raises JobError: they are
-    invalid."""
+    """Returns the `added_tokens` of a stored job's `data:`. Raises JobError: they are invalid."""
     return parse_job({"name": "run", "data": {"added_tokens": data.get("added_tokens") or []}}).data.added_tokens
 
 
@@ -380,8 +378,7 @@ def _around(backend: Any, template: Any) -> tuple[tuple[int, ...], tuple[int, ..
 
 def open_tokenizer(name: str, add_bos: AddBos = "auto", added: Sequence[AddedToken] = ()) -> PromptTokenizer:
     """Opens the tokenizer `bytes`, or the one in a file or folder, with `added` tokens. Raises
-    DataError: a file is missing or invalid, there is no end-of-text token, or no beginning to add.
-    """
+    DataError: a file is missing or invalid, or has no end-of-text token, or no beginning to add."""
     if name != "bytes":
         return FileTokenizer(tokenizer_path(name), add_bos, added)
     if add_bos is True:

@@ -368,8 +368,7 @@ class Blocks:
         return crc32(data) == int(self._sums[number])
 
     def read(self, number: int) -> bytes:
-        """Reads a block from the file or the store. Raises DataError: it is damaged, or cannot be
-        used."""
+        """Reads a block from file or store. Raises DataError: it is damaged, or cannot be used."""
         start = number * BLOCK
         data = self._file.read(start, min(start + BLOCK, self.bytes_of(0, self._tokens)[1]))
         where = f"{self._file.name} at byte {start:,}"

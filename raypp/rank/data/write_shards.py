@@ -65,10 +65,9 @@ class Options:
 
 
 def write_shards(read: Callable[[Request], Corpus], request: Request, store: ObjectStore, options: Options) -> Manifest:
-    """Tokenises a source into shards in a store, and commits them by their manifest. Shards that
-    are there already, from a call that was killed, are checked and kept. Raises DataError: the
-    source cannot be read, or the folder holds shards of something else; StoreError: the store
-    failed."""
+    """Tokenises a source into shards in a store, and commits them by their manifest. Shards of a
+    call that was killed are checked and kept. Raises DataError: the source cannot be read, or the
+    folder holds shards of something else; StoreError: the store failed."""
     made: list[Manifest] = []
 
     def written(
@@ -371,7 +370,6 @@ def _has_text(kind: str) -> bool:
 
 
 def _without_defaults(options: SourceOptions, but: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what the job file says, without defaults."""
     return options.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude=set(but))
 
 

@@ -37,8 +37,7 @@ def cut_connections(master_port: int) -> int:
     """Closes every connection of this process's process groups and the attempt's key-value store.
     An operation that waits on one of them raises within milliseconds. May be called from any thread
     and any number of times. Connections to Ray, to an object store or to anything else stay open.
-    `master_port`: `Seat.master_port` of the attempt to abort. Returns the number of connections
-    closed."""
+    `master_port`: of the attempt's seats. Returns the number of connections closed."""
     _cut[master_port] = time.monotonic()
     begin_abort()
     ended = 0

@@ -26,9 +26,8 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> str:
     """Chooses expandable segments unless the user configures torch's allocator. Microbatches of
-    changing lengths fragment segments of a fixed size. Call it before the process first uses CUDA:
-    the allocator reads its settings once, at its first use. Returns the setting in effect, as
-    `NAME=value`."""
+    changing lengths fragment segments of a fixed size. Call it before the process uses CUDA: the
+    allocator reads its settings once. Returns the setting in effect, as `NAME=value`."""
     name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
     return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
 

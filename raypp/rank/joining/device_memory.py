@@ -84,9 +84,8 @@ def holders(uuid: str) -> str:
 
 
 def holders_in_words(listed: str, uuid: str, own: int) -> str:
-    """Returns the processes of a card, of the lines that nvidia-smi prints. `listed`: lines of
-    `gpu_uuid, pid, process_name, used_memory` in MiB. `own`: this process' id, which is left
-    out."""
+    """Returns the processes of a card. `listed`: nvidia-smi's lines of `gpu_uuid, pid,
+    process_name, used_memory` in MiB. `own`: this process' id, which is left out."""
     processes = []
     for line in listed.splitlines():
         card, pid, name, used = (part.strip() for part in (line.split(",") + [""] * 4)[:4])
@@ -132,8 +131,7 @@ def device_memory_error(
 
 
 def taken(stats: Mapping[str, Any], planned: RankMemory) -> int:
-    """Returns the bytes of a device that other processes hold, as far as plan and statistics
-    show."""
+    """Returns the bytes of a device that other processes hold, as far as statistics show."""
     if not stats:
         return 0
     return int(stats["total"] - stats["free"] - stats["reserved"]) - planned.runtime
@@ -250,7 +248,6 @@ def alloc_retries(device: torch.device) -> int:
 
 
 def _held(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Returns the bytes of this rank's weights, gradients and optimizer state."""
     weights = [parameter for stage in stages for parameter in stage.parameters()]
     states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
     held = {

@@ -72,10 +72,9 @@ def allow_long_steps(device: torch.device, hang_timeout_s: float) -> None:
 
 
 def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: float = _STARTUP_S) -> TCPStore:
-    """Connects to the key-value store the ranks meet at. `serve`: whether this process serves the
-    store. Ignored if torchrun's agent serves one. `timeout_s`: the store's timeout, and how long to
-    wait for its server. Raises UnreachableError: another process has taken the port since it was
-    chosen."""
+    """Connects to the key-value store the ranks meet at. `serve`: whether this process serves it,
+    unless torchrun's agent does. `timeout_s`: the store's timeout, and how long to wait for its
+    server. Raises UnreachableError: another process has taken the port since it was chosen."""
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = serve and not agent_serves
     timeout = timedelta(seconds=timeout_s)
@@ -96,9 +95,8 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
 
 def _join_store(address: str, port: int, world: int, timeout: timedelta) -> TCPStore:
-    """Connects to the store that rank 0 serves. TCPStore tries again until its timeout if the
-    server goes while it connects, and no cut connection ends that. So it gets little time, again
-    and again."""
+    """Connects to the store that rank 0 serves. If the server goes meanwhile, TCPStore tries until
+    its timeout, whatever is cut. So it gets little time, again and again."""
     began = time.monotonic()
     while True:
         left_s = timeout.total_seconds() - (time.monotonic() - began)

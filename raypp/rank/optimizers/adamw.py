@@ -57,8 +57,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def prepare_fused(self) -> None:
         """Looks up the tensors of the next step, while the device is busy. Not in the first step,
-        which may be skipped and then leaves no moments. Its gradients must be there. `zero_grad`
-        forgets them."""
+        which may leave no moments. Its gradients must be there. `zero_grad` forgets them."""
         groups = [self._trained(group) for group in self.param_groups]
         if all(self.state.get(weight) for weights in groups for weight in weights):
             self._prepared = [self._parts(weights) for weights in groups]
@@ -72,8 +71,7 @@ class FusedAdamW(torch.optim.AdamW):
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def _parts(self, weights: list[Tensor]) -> _Parts:
-        """Returns this rank's parts `[...]` of weights, gradients and moments, and the counts
-        `[]`."""
+        """Returns this rank's parts `[...]` of weights, gradients, moments, and the counts `[]`."""
         states = [self.state[weight] for weight in weights]
         for weight, state in zip(weights, states, strict=True):
             if not state:

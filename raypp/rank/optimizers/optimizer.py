@@ -56,9 +56,8 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def decay_groups(named: Sequence[tuple[str, nn.Parameter]], options: OptimizerOptions) -> list[dict[str, Any]]:
-    """Returns torch parameter groups by `weight_decay` and `lr_factor`: only matrices decay.
-    Without parameters (a rank may train none) there is one empty group: torch wants at least
-    one."""
+    """Returns torch parameter groups by `weight_decay` and `lr_factor`: only matrices decay. A rank
+    without parameters has one empty group: torch wants at least one."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         own = group_of(name, options.groups)

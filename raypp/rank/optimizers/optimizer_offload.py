@@ -167,7 +167,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state[parameter][key] = _placed(value, tensor)
 
     def _fetch(self, block: Sequence[nn.Parameter]) -> _Moving:
-        """Starts to bring a block to the device."""
         pairs = []
         for place, value in list(self._places(block)):
             pairs.append((torch.empty_like(self._host[place], device=self._copies.device), self._host[place]))

@@ -41,8 +41,7 @@ class Evaluation:
 
 class ForwardRunner:
     """Runs a second, forward-only program on the stages of training. A training program must never
-    run under `no_grad`. The stages discard what either runtime left behind at the start of each
-    step."""
+    run under `no_grad`. Each step begins without what either runtime left."""
 
     def __init__(self, runner: StepRunner, loss: LossFn, mark: Mark | None = None) -> None:
         self._runner, pipeline = runner, runner.pipeline

@@ -210,7 +210,6 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor `[...]` are finite."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 

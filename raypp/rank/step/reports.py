@@ -135,7 +135,6 @@ class ReplicaReports:
 
 
 def _of_all(report: StepReport, figures: list[Tensor]) -> StepReport:
-    """Returns the report of all replicas: sums, and means weighted by tokens."""
     table = torch.stack(figures)
     tokens = [int(count) for count in table[:, 0]]
     loss, grad_norm, *extras = weighted_mean([row[6:] for row in table], tokens).tolist() if any(tokens) else [0.0] * 4

@@ -168,8 +168,7 @@ def _set_frozen(mine: Restorable) -> None:
 
 
 def _begin(mine: Restorable) -> None:
-    """Sets a new run's trained weights: those of `model.from_hf` or `model.from_run`, or initial
-    values."""
+    """Sets a new run's trained weights: of `model.from_hf`, `model.from_run`, or drawn ones."""
     model = mine.rank.job.model
     read = also_trained(model) if model.from_hf is not None else {}
     if model.from_run is not None:
@@ -221,14 +220,12 @@ def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
 
 
 def _from_rank_zero(value: int) -> int:
-    """Broadcasts rank 0's value. Collective over the world."""
     tensor = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
 def _everyone(fine: bool) -> bool:
-    """Whether `fine` holds on all ranks. Collective over the world."""
     tensor = torch.tensor([int(fine)])
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return bool(tensor)

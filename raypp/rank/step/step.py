@@ -126,8 +126,7 @@ class StepRunner:
         self.warm = rank.device.type != "cuda"
 
     def read(self, requests: Requests, watch: Stopwatch, *, everyone: bool = True) -> ReadStep:
-        """Reads the next rows and agrees on them. Collective over the ranks that agree, see
-        `agree`."""
+        """Reads the next rows and agrees on them. Collective over the ranks of `agree`."""
         with watch.part("data"):
             microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
         compute_us = self._pace.before_step() if self._pace is not None else ()
@@ -189,9 +188,8 @@ class StepRunner:
         ]
 
     def batches(self, read: ReadStep, step: int | None = None) -> list[StageBatch]:
-        """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`. `read`:
-        what was read. `step`: the number of the step, which adapters' dropout depends on. None: no
-        dropout."""
+        """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`. `step`:
+        its number, on which adapters' dropout depends. None: no dropout."""
         keys = None if step is None else self._keys(step)
         size = self.job.train.micro_batch_size
         batches = [

@@ -242,7 +242,6 @@ def _answer(speaker: int) -> None:
 
 
 def _ask() -> tuple[float, float]:
-    """Returns the offset to rank 0's clock, and its error."""
     asked, now = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     exchanges = []
     for _ in range(_ROUNDS):

@@ -60,8 +60,7 @@ class StragglerWatch:
 
 @dataclass
 class SpikeWatch:
-    """Detects a loss far above the recent ones. `factor`: recovery.spike_factor; None: reports
-    nothing."""
+    """Detects a loss far above recent ones. `factor`: recovery.spike_factor; None: detects none."""
 
     factor: float | None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_LOSSES))

@@ -44,17 +44,15 @@ class StepKeys:
 
 
 class CurrentTokens:
-    """The tokens that a layer computes now. `keys_S`: their keys, int64 `[S]`. None: nothing is
-    dropped."""
+    """The tokens that a layer computes now. `keys_S`: int64 `[S]`; None: nothing is dropped."""
 
     keys_S: Tensor | None = None
 
 
 @torch.library.custom_op("raypp::kept", mutates_args=())
 def _kept(keys_S: Tensor, key: Tensor, width: int, lowest: int) -> Tensor:
-    """Returns what is not dropped, bool `[S, C]`. An operator: the compiler does not look inside.
-    If it fused code with the hash, other functions would round differently, depending on what is
-    recomputed."""
+    """Returns what is not dropped, bool `[S, C]`. An operator: if the compiler fused code with the
+    hash, other functions would round differently, depending on what is recomputed."""
     words = torch.arange(-(-width // LANES), device=keys_S.device)
     return lanes(splitmix(keys_S[:, None] + words, key))[:, :width] >= lowest
 

@@ -296,8 +296,7 @@ def _applied(
 
 
 def _summary(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, layout: _Layout) -> Tensor:
-    """Returns how a piece changes the state S before it, to M · S + U: U and M,
-    `[P, H, D, V + D]`."""
+    """Returns how a piece changes the state S, to M · S + U: U and M, `[P, H, D, V + D]`."""
     chunks = within_chunks(*_cut((k, v, g, beta), layout))
     width = k.shape[-1]
     chunks.values = F.pad(chunks.values, (0, width))
@@ -338,8 +337,7 @@ def _reordered(x_P: Tensor, places: Sequence[int]) -> Tensor:
 
 
 def _frugal(compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Returns `compute(*inputs)`, whose backward keeps only the inputs and computes the rest
-    again."""
+    """Returns `compute(*inputs)`, whose backward keeps the inputs and computes the rest again."""
     return _Frugal.apply(compute, *inputs)  # type: ignore[no-untyped-call]
 
 

@@ -217,8 +217,7 @@ def losses_and_errors(
 
 
 def losses_and_logs(logits_sV: Tensor, labels_s: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Returns the losses `[s]` of `losses_and_errors`, and the logarithms of probabilities
-    `[s, V]`."""
+    """Returns the losses `[s]` of `losses_and_errors`, and log-probabilities `[s, V]`."""
     logs_sV = _wide(soft_capped(logits_sV, cap)).log_softmax(-1)
     return F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="none"), logs_sV
 
@@ -246,8 +245,7 @@ def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bo
 @cache
 def _adds_to_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel multiplies in half precision and adds to a sum in fp32: tried once. Only
-    CUDA has it, and its product is not rounded before it is added. Bits on CPUs do not depend on
-    it."""
+    CUDA has it, and its product is not rounded before it is added."""
     if device.type != "cuda":
         return False
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)

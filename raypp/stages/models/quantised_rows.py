@@ -75,7 +75,6 @@ def dequantise_rows(bytes_MR: Tensor, base: Base, width: int, dtype: torch.dtype
 
 
 def _rows_at_a_time(matrix_MC: Tensor) -> int:
-    """Returns the rows of `[M, C]` that are converted at a time."""
     return max(1, (_CHUNK_ON_CUDA if matrix_MC.is_cuda else _CHUNK) // matrix_MC.shape[1])
 
 

@@ -239,7 +239,6 @@ def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
 
 
 def _kernel(name: str) -> AttentionKernel:
-    """Returns a kernel by its name."""
     # Imported here: a CPU rank needs none.
     if name in ("flash3", "flash4", "varlen"):
         from raypp.stages.models.varlen_attention import varlen_kernel
@@ -258,8 +257,7 @@ def _kernel(name: str) -> AttentionKernel:
 
 def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
     """Runs a forward and a backward of a kernel with the job's heads, for two sets of lengths.
-    Raises RayppError: its numbers are not those of the plain version; Exception: whatever the
-    kernel raises."""
+    Raises RayppError: its numbers are not the plain version's; Exception: as the kernel does."""
     heads, kv_heads, width = job.model.num_heads, job.model.kv_heads, job.model.widest_head
     options: dict[str, Any] = {"dtype": compute_dtype(job), "device": device}
     for lengths in ((5, 40), (64, 13, 60)):

@@ -88,8 +88,7 @@ class _RingAcross:
 
 @dataclass(frozen=True)
 class RingShare:
-    """Ring attention: a rank holds one chunk from the front of each row and one from its back. See
-    `zigzag`."""
+    """Ring attention: a rank holds a chunk from the front of each row and one from its back."""
 
     ring: Ring
 
@@ -267,7 +266,6 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _wait(works: list[dist.Work]) -> None:
-    """Waits for all of them."""
     for work in works:
         work.wait()
 
@@ -333,7 +331,6 @@ class StatesOverRanks:
 
     @property
     def _part(self) -> int:
-        """Tokens of a part."""
         return self.row_len // sum(map(len, self.held))
 
     @cached_property

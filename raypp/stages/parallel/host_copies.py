@@ -69,8 +69,7 @@ def await_on_host(parameters: Iterable[Tensor]) -> None:
 
 
 def lock_pages(data: Tensor) -> bool:
-    """Page-locks host memory `[size]` for CUDA, and returns whether it could. If not, copies take
-    longer."""
+    """Page-locks host memory `[size]` for quicker copies of CUDA; returns whether it could."""
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(error) == 0:
         return True

@@ -409,8 +409,7 @@ class OuterSync:
 
 
 def _in_a_thread(items: Iterator[list[_Change]]) -> tuple[Iterator[list[_Change]], threading.Thread]:
-    """Lets a thread iterate; returns an iterator that waits for what it finds, and raises what it
-    raised."""
+    """Lets a thread iterate; returns an iterator of what it finds, which raises what it raised."""
     results: SimpleQueue[list[_Change] | BaseException | None] = SimpleQueue()
 
     def run() -> None:

@@ -38,7 +38,6 @@ class _Flat:
 
 
 def _finish(work: dist.Work, result: Tensor, messages: list[Tensor]) -> None:
-    """Waits for a sum."""
     work.wait()
     if messages:
         add_up(messages, result)

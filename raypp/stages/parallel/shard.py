@@ -27,8 +27,7 @@ def on_own_device(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
-    """Returns a tensor of a global shape `[...]` that is sharded like another, given this rank's
-    part."""
+    """Returns a tensor of a global shape `[...]`, sharded like another, given this rank's part."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -87,8 +86,7 @@ def local_rows(parameter: Tensor) -> LocalRows:
 
 def zeros_beside(parameter: Tensor, last: int, dtype: torch.dtype) -> Tensor:
     """Returns zeros that are sharded like a parameter, and have its shape but for the last dim.
-    `last`: the global size of the last dim. If the parameter's is sharded, both must be cut into
-    equal parts."""
+    `last`: the global size of that. If it is sharded, it must be cut into equal parts."""
     shape = torch.Size((*parameter.shape[:-1], last))
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=parameter.device)

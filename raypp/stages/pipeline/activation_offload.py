@@ -123,7 +123,6 @@ class ActivationOffload:
         one.device, one.event = None, None
 
     def _unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """Returns a saved tensor `[...]` to autograd."""
         if not isinstance(kept, _Kept):
             return kept
         while kept in self._leaving:
@@ -143,7 +142,6 @@ class ActivationOffload:
         return tensor
 
     def _drop(self, one: _Kept) -> None:
-        """Frees the device's copy if there is another one."""
         if one.host is not None and one not in self._leaving:
             self._copies.wait(one.event)
             one.device, one.event = None, None

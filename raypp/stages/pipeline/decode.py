@@ -34,8 +34,7 @@ The token that ends a text is an end token only with `END`."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `tokens`: its token ids; at least one. `limit`: the most new tokens, at least
-    1."""
+    """One prompt. `tokens`: token ids, at least one. `limit`: the most new tokens, at least 1."""
 
     tokens: tuple[int, ...]
     limit: int

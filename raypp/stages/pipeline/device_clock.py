@@ -130,8 +130,7 @@ class ActionClock:
 
     @contextmanager
     def timed(self, kind: Kind, stage: int, *, message: bool = False) -> Iterator[None]:
-        """Times a block. `message`: whether the block packs and posts the action's message; timed
-        separately."""
+        """Times a block. `message`: it packs and posts the action's message; timed separately."""
         before = torch.cuda.memory_allocated(self._device) if self._cuda else 0
         with self._clock.timed(self._spans[kind, stage, message].append):
             yield
@@ -158,9 +157,8 @@ class ActionClock:
         return times
 
     def spread(self) -> float:
-        """Returns by what fraction an action's time varies, up or down. Half the distance between
-        the 10th and the 90th percentile, as a mean over the kinds of actions. 0: too few were
-        timed."""
+        """Returns by what fraction an action's time varies: half the distance between the 10th and
+        the 90th percentile, the mean over kinds of actions. 0: too few were timed."""
         spreads = []
         for (*_, message), seconds in self._seconds().items():
             if not message and len(seconds) >= _ENOUGH:

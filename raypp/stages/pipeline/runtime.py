@@ -242,7 +242,6 @@ class ProgramRuntime:
         return [self._losses[index] for index in sorted(self._losses)]
 
     def _run(self) -> None:
-        """Runs the actions, and waits for their sends and sums."""
         do = self._do if self.trace is None else self.trace.around(self._do)
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
             self.now = name

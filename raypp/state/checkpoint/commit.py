@@ -50,8 +50,7 @@ class StaleAttemptError(CheckpointError):
 class ObjectRecord:
     """One object of a checkpoint, as its writer announced it. `size`: bytes. `sha256`: SHA-256 of
     all bytes, in hex digits. `header_size`: bytes before the tensor data (safetensors' length field
-    and header). `header_sha256`: SHA-256 of those bytes; the header contains checksums of all data
-    blocks."""
+    and header). `header_sha256`: of those bytes, which have checksums of all data blocks."""
 
     key: str
     size: Count
@@ -89,8 +88,7 @@ class Commit:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Commit:
-        """Parses a COMMIT object. Raises CheckpointError: It is not a valid COMMIT, or has another
-        format."""
+        """Parses a COMMIT object. Raises CheckpointError: it is invalid, or has another format."""
         kind = "a valid COMMIT"
         version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind=kind, unknown="ignore")["format"]
         if version != FORMAT:
@@ -228,7 +226,6 @@ def _check_records(commit: Commit, key: str) -> None:
 
 
 def _try_read(store: ObjectStore, key: str) -> Commit | None:
-    """Reads a COMMIT; None if it cannot be read."""
     try:
         return Commit.from_bytes(store.get(key, 0, BOUNDS.size + 1), key)
     except (CheckpointError, NotFound):

@@ -77,8 +77,7 @@ def _marked(document: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 def _record(document: Mapping[str, Any]) -> Path:
-    """Returns the file that exists if this user wrote a job that names the same, as far as COMMIT
-    tells."""
+    """Returns the file that exists if this user wrote a job that names the same, by COMMIT."""
     named = sorted(json.dumps(one) for one in named_by(document) if one[0].startswith(_IN_COMMIT))
     return raypp_home() / "jobs" / hashlib.sha256("\n".join(named).encode()).hexdigest()
 

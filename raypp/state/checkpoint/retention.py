@@ -262,7 +262,6 @@ def _owner(key: str) -> int | None:
 
 
 def _attempt_of(store: ObjectStore, run: str, step: int) -> int:
-    """Returns the attempt that committed a step; -1 if that cannot be read."""
     try:
         return read_commit(store, run, step).attempt
     except CheckpointError:

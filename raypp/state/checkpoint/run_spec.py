@@ -58,9 +58,8 @@ class RunEnd:
 
 
 def write_end(store: ObjectStore, end: RunEnd, number: int) -> RunEnd:
-    """Creates the object of the submission with this spec. Returns the end that counts: the given
-    one, or the one that somebody created earlier. Raises CheckpointError: there is one, and it
-    cannot be read."""
+    """Creates the object of the submission with this spec. Returns the end that counts: this one,
+    or an earlier one. Raises CheckpointError: that cannot be read."""
     key = end_key(end.run, number)
     try:
         store.put(key, json.dumps(asdict(end), indent=1).encode(), if_absent=True)

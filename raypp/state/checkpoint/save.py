@@ -229,9 +229,8 @@ class CheckpointSaver:
 
     def finish(self) -> int | None:
         """Waits for the last save of the attempt, like `wait`, and requires that it is committed. A
-        store that takes no writes gets some minutes to do so again. Raises NotSavedError: it is
-        not: this rank's part or the commit failed; PeerNotSavedError: it is not, because of another
-        rank."""
+        store that takes no writes gets some minutes to do so again. Raises NotSavedError: this
+        rank's part or the commit failed; PeerNotSavedError: another rank's did."""
         committed = self._wait(self._last_save_s)
         if self._last_step is None or committed == self._last_step:
             return committed

@@ -44,8 +44,7 @@ class SavedTensors:
 
     def rows(self, name: str, first: int, last: int) -> Array:
         """Reads the rows `[first, last)` of a tensor and checks every byte it reads. Raises
-        CheckpointError: an object is missing, torn or corrupt, or the slices do not cover these
-        rows."""
+        CheckpointError: an object is missing, torn or corrupt, or slices lack rows."""
         info = self.infos[name]
         box = ((first, last), *((0, size) for size in info.shape[1:])) if info.shape else ()
         pieces = overlaps(box, self._parts[name])

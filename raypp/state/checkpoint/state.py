@@ -331,10 +331,9 @@ def _residuals_remark(before: int, now: int) -> str:
 
 
 def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Residuals, tuple[str, ...]]]:
-    """Yields this rank's residuals of quantised sums: the name; the values `[...]`, sharded
-    like the parameter; all residuals of the stage; and what names of saved residuals of the same
-    weight begin with. A stage that holds both ends of the model also takes those of a tied weight's
-    copy."""
+    """Yields this rank's residuals of quantised sums: the name; the values `[...]`, sharded like
+    the parameter; all residuals of the stage; and what names of saved residuals of the same weight
+    begin with. A stage with both ends also takes those of a tied weight's copy."""
     for stage in stages:
         held = residuals_of(stage)
         if held is None:
@@ -409,8 +408,7 @@ def _model_tensors(
 def _parameters(
     stages: Sequence[nn.Module], *, copies: bool = True, frozen: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields names and parameters, tied ones under each name, FSDP's weights in their sharded
-    form."""
+    """Yields names and parameters, tied ones under each name, FSDP's weights sharded."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):

@@ -78,9 +78,8 @@ class TensorEntry:
 @dataclass(frozen=True)
 class FileHeader:
     """A file without its data. `entries`: in the order of their bytes, without gaps. `blocks`: the
-    digests of the blocks of the data section, concatenated. `size`: bytes of length field and
-    header, which is where the data section starts. `block_bytes`: size of each block but the
-    last."""
+    digests of the blocks of the data section, concatenated. `size`: bytes before the data section.
+    `block_bytes`: size of each block but the last."""
 
     entries: tuple[TensorEntry, ...]
     blocks: str

@@ -92,9 +92,8 @@ def import_hf(
 
 
 def _objects(shapes: Mapping[str, Shape], there: Mapping[str, HfTensor], object_bytes: int) -> Iterator[_Object]:
-    """Distributes the rows of all tensors over objects of at most `object_bytes`. An object holds
-    at least one row or expert. Widest elements come first, so that every slice is aligned without
-    padding."""
+    """Distributes the rows of all tensors over objects of at most `object_bytes`. Each holds at
+    least one row or expert. Widest elements come first, so that slices are aligned."""
     names = list(shapes)
 
     def width(name: str) -> int:

@@ -86,8 +86,7 @@ class HfFiles:
         return f"{self.store.url}/{key}"
 
     def config(self) -> dict[str, Any]:
-        """Returns the content of config.json. Raises JobError: it is missing, or is not a JSON
-        object."""
+        """Returns the content of config.json. Raises JobError: it is missing, or no JSON object."""
         place = self.place(_CONFIG)
         try:
             text = self._whole(_CONFIG, _CONFIG_BOUNDS.size, JobError)
@@ -217,8 +216,7 @@ class HfFiles:
         raise CheckpointError(Problem(self.store.url, fault, fix))
 
     def _span(self, key: str) -> tuple[int, int]:
-        """Returns the bytes of a file's header and those after it. Raises CheckpointError: see
-        `tensors`."""
+        """Returns the bytes of a file's header and those after it. Raises as `tensors`."""
         info = self.store.head(key)
         if info is None:
             raise self._missing(key)
@@ -226,7 +224,6 @@ class HfFiles:
         return length, info.size - LENGTH_BYTES - length
 
     def _whole(self, key: str, most: int, error: type[RayppError]) -> bytes:
-        """Reads a whole file of at most `most` bytes."""
         data = self.store.get(key, 0, most + 1)
         if len(data) > most:
             raise error(Problem(self.place(key), f"has more than {most:,} bytes", _FIX))
@@ -254,7 +251,6 @@ def _full(name: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Returns the number of nested objects and lists."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

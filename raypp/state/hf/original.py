@@ -62,8 +62,7 @@ def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, 
 
 
 def _in_fp32(options: DecoderOptions, files: HfFiles) -> tuple[str, ...]:
-    """Returns `OriginalFiles.fp32`. Empty if headers cannot be read: whoever reads the weights
-    reports that."""
+    """Returns `OriginalFiles.fp32`; empty if headers cannot be read, which readers report."""
     family = family_of(options)
     names = frozenset() if family is None else family.fp32_names(options)
     if not names:
@@ -115,8 +114,7 @@ def trained_length(job: Mapping[str, Any]) -> int:
 
 def model_context(options: DecoderOptions, trained: int = 0) -> int:
     """Returns the tokens that a model takes: what its export declares, and generation allows.
-    `options`: the `model:` section. `trained`: length of the rows that it was trained on since; 0:
-    none."""
+    `trained`: length of the rows that it was trained on since; 0: none."""
     kept = None if options.original is None else _length(_text_config(options))
     rope = options.rope
     if rope is not None and rope.kind in CONTEXT_FIXING and rope.original_context:
@@ -188,9 +186,8 @@ def default_generation(options: DecoderOptions) -> dict[str, Any]:
 
 
 def end_ids(generation: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids that end a text, as transformers' `generate` takes them. `generation`: the
-    content of generation_config.json; None if there is none. `config`: the content of
-    config.json."""
+    """Returns the ids that end a text, as transformers' `generate` takes them. `generation`: of
+    generation_config.json; None if there is none. `config`: of config.json."""
     given = (generation or {}).get("eos_token_id")
     given = config.get("eos_token_id") if given is None else given
     ids: Sequence[Any] = given if isinstance(given, list) else [given]

@@ -51,9 +51,8 @@ class GrownTensor(HfTensor):
 
 @dataclass(frozen=True)
 class Mxfp4Tensor(HfTensor):
-    """A stack of experts' matrices `[E, in, out]` whose bytes are those of two tensors. `dtype` is
-    BF16; `key` and `begin` are those of the blocks. `blocks`: `[E, out, G, 16]`. `scales`:
-    `[E, out, G]`."""
+    """A stack of experts' matrices `[E, in, out]` of two tensors' bytes. `dtype` is BF16; `key` and
+    `begin` are the blocks'. `blocks`: `[E, out, G, 16]`. `scales`: `[E, out, G]`."""
 
     blocks: HfTensor
     scales: HfTensor
@@ -115,9 +114,8 @@ def _in_fp8(name: str, codes: HfTensor, scales: HfTensor | None, place: str, fix
 
 
 def fp8_values(codes: Array, scales: Array, offset: int = 0) -> Array:
-    """Returns the weights `[O, I]` as the bits of bf16. `codes`: `[O, I]`, uint8. `scales`: the
-    factors of their blocks in fp32, `[o, i]`. `offset`: the place of the first row within the first
-    block."""
+    """Returns the weights `[O, I]` as the bits of bf16. `codes`: `[O, I]`, uint8. `scales`: of
+    their blocks in fp32, `[o, i]`. `offset`: the first row's place in its block."""
     rows, columns = np.arange(offset, offset + codes.shape[0]), np.arange(codes.shape[1])
     with np.errstate(over="ignore"):  # to infinity, as in torch
         values = _fp8_table()[codes] * scales[rows // FP8_BLOCK][:, columns // FP8_BLOCK]

@@ -49,8 +49,7 @@ class Rest:
     """What an export puts back beside the text of a multimodal model. `options`: the `model:`
     section of the run, whose `original` has a rest. `files`: the model that the run began with.
     `names`: the names in the files of the text's tensors, by those that they have here. Raises
-    JobError: the model is no longer there, or it is another one; CheckpointError: the headers of
-    its files cannot be read."""
+    JobError: the model is gone, or another; CheckpointError: its headers cannot be read."""
 
     def __init__(self, options: DecoderOptions) -> None:
         assert options.original is not None and options.original.rest is not None

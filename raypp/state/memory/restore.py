@@ -228,8 +228,7 @@ class FoundInMemory:
 def open_memory_tier(
     job: Job, seat: Seat, store: ObjectStore, reporter: Reporter, pace: Pace | None = None, apart: Apart | None = None
 ) -> MemoryTier | None:
-    """Creates this rank's memory tier, not yet started; None if the job has none. Collective over
-    the world."""
+    """Creates this rank's memory tier, not yet started; None if the job has none. Collective."""
     if not job.checkpoint.memory_tier:
         return None
     # Without a controller, the ranks have no other channel than their process group.
@@ -362,7 +361,6 @@ class _Try:
         return True
 
     def _needed(self, reader: int) -> list[int]:
-        """Returns whose snapshots a rank needs."""
         if self.same_mesh:
             return [reader]
         owners = sorted(self._best.holders)

@@ -330,8 +330,7 @@ class MemoryTier:
         return self._latest.share()
 
     def _kept_step(self, kept: int, newest: Sequence[int], others: int) -> int:
-        """Returns the step that a restart may need: the newest, once all replicas have one of the
-        same period."""
+        """Returns the step that a restart may need: the newest that all replicas have."""
         last = newest[0]
         if self._alone or last <= kept or kept < 0:
             return max(last, kept)
@@ -377,7 +376,6 @@ class MemoryTier:
 
     @property
     def _needed(self) -> set[int]:
-        """The steps whose files must stay; -1: none."""
         return {self._common, self._copied, self._ticket, self._pinned}
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -386,8 +384,7 @@ class MemoryTier:
         self.close(delete=kind is None or isinstance(error, (JobError, DataError)))
 
     def close(self, *, delete: bool) -> None:
-        """Ends threads and connections. Keeps the files for the next attempt unless `delete`.
-        Idempotent."""
+        """Ends threads and connections; keeps the files, unless `delete`. Idempotent."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -33,8 +33,7 @@ ENDED = LOST | {"done"}
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank as its supervisor sees it. `state`: one word: starting, running, saving, dead, done
-    …."""
+    """One rank as its supervisor sees it. `state`: starting, running, saving, dead, done …."""
 
     rank: Count
     coordinates: Coordinates
@@ -149,8 +148,7 @@ def speed_text(status: Mapping[str, Any]) -> str:
 
 
 def memory_text(status: Mapping[str, Any]) -> str:
-    """Returns what slows a run down because a GPU's memory is short, and the fix; "" if nothing
-    does."""
+    """Returns what slows a run down because a GPU's memory is short, and the fix; else ""."""
     if not (retries := status.get("alloc_retries")):
         return ""
     times = "once" if retries == 1 else f"{retries} times"

@@ -65,7 +65,6 @@ def kernel_time_limit(index: int, library: str = "libcuda.so.1") -> bool | None:
 
 
 def _driver() -> str | None:
-    """Returns the version of NVIDIA's driver; None without one."""
     try:
         match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:

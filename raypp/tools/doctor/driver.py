@@ -55,9 +55,8 @@ class ProbeOptions:
 
 
 def rounds(count: int, at_once: bool = False) -> list[list[tuple[int, int]]]:
-    """Returns all pairs of `count` nodes in rounds. The pairs of a round have no node in common, so
-    they can be measured at the same time. Few nodes are measured one pair at a time, unless
-    `at_once`."""
+    """Returns all pairs of `count` nodes in rounds. The pairs of a round have no node in common and
+    are measured together; those of few nodes one by one, unless `at_once`."""
     if count <= MANY_NODES and not at_once:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
     seats = [*range(count), *([-1] if count % 2 else [])]

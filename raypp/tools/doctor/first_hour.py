@@ -181,7 +181,6 @@ def _set(settings: Sequence[str]) -> Words:
 
 
 def _objects(printed: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects that a command printed, one a line."""
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 

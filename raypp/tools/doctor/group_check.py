@@ -1,7 +1,6 @@
 """`python -m raypp.tools.doctor.group_check RANK WORLD NODES ADDRESS PORT DEVICE`: one rank of a
 test of NCCL, with the groups and the pattern of a run. `raypp doctor --nccl` starts one for each
-GPU. A process that hangs or crashes disturbs nothing. On a CPU it tests gloo. Prints one JSON
-object."""
+GPU. On a CPU it tests gloo. Prints one JSON object."""
 
 from __future__ import annotations
 
@@ -114,7 +113,6 @@ def _finish(device: torch.device) -> None:
 
 
 def _same(values: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compares tensors `[n]`."""
     if wrong := int((values != expected).sum()):
         raise RayppError(f"{wrong} of {expected.numel()} numbers of {what} are wrong")
 

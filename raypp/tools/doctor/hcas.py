@@ -73,8 +73,7 @@ def hca_problems(
     nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[Literal["breaks", "slows", "note"], str, str]]:
     """Yields how severe a problem of a node with GPUs is, what is wrong, and the fix. `nodes`: with
-    `hcas` in `infiniband`. `links`: as measured, each with the interface of the node that it is
-    from."""
+    `hcas` in `infiniband`. `links`: as measured, each with its first node's interface."""
     nodes = [node for node in nodes if node.get("infiniband", {}).get("ports")]
     every = [port for node in nodes for port in node["infiniband"]["ports"]]
     active = {(port["name"], port["port"]) for port in every if port["state"] == "ACTIVE"}

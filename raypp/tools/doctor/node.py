@@ -215,9 +215,8 @@ class NodeProbe:
 
     def try_store(self, url: str, mark: str) -> dict[str, Any]:
         """Tries every operation that raypp needs of a store, and times one larger object. `mark`:
-        key of an object that stays until `forget`, so that other nodes can look for it. Returns
-        `up_mbps` and `down_mbps` in MB/s, `bytes`, `limitations` (what and fix of each); or `error`
-        and `fix`."""
+        key of an object that stays until `forget`, for other nodes. Returns `up_mbps` and
+        `down_mbps` in MB/s, `bytes`, `limitations` (what and fix of each); or `error` and `fix`."""
         try:
             store = open_store(url)
             store.probe()

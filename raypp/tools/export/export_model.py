@@ -1,6 +1,5 @@
 """Exports a checkpoint as a Hugging Face model: safetensors, config.json, tokenizer. Without torch.
-Tensors are copied from store to store a few rows at a time, so memory does not grow with the
-model."""
+Tensors are copied a few rows at a time, so memory does not grow with the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The tensors of a whole model, from the checkpoint of a run that trained adapters: W + s · B · A.
-They have the interface of `checkpoint.saved_tensors.SavedTensors`, and are computed a few rows at a
-time."""
+"""The tensors of a whole model, from the checkpoint of a run that trained adapters: W + s · B · A,
+with the interface of `checkpoint.saved_tensors.SavedTensors`, a few rows at a time."""
 
 from __future__ import annotations
 

@@ -211,7 +211,6 @@ def _config(end: str | None, context: int, *, plain: bool) -> dict[str, Any]:
 
 
 def _beside(folder: Path) -> dict[str, bytes]:
-    """Returns the files that belong to `folder`/tokenizer.json."""
     names = [name for name in SAVED_BESIDE if (folder / name).is_file()]
     templates = sorted(path.name for path in (folder / TEMPLATES).glob("*.jinja"))
     if len(templates) > _MOST_TEMPLATES:

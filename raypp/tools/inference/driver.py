@@ -59,8 +59,7 @@ class InferenceWorker:
         return worker_info()
 
     def run(self, request: Mapping[str, Any], seat: Seat) -> Iterator[list[Mapping[str, Any]]]:
-        """Yields what `inference.on_seat.use_model` reports, as it comes; at last, what it
-        returns."""
+        """Yields what `inference.on_seat.use_model` reports; at last, what it returns."""
         from raypp.tools.inference.on_seat import use_model
 
         reports = queue.SimpleQueue[Mapping[str, Any]]()
@@ -132,7 +131,6 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
 
 
 def _in_words(error: RayError) -> str:
-    """Returns the last line of what Ray says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

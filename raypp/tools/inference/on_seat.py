@@ -60,8 +60,7 @@ def _compute_here(
 
 
 def use_model(request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, Any]:
-    """Does what `compute` does, on a cluster. Returns its `answer`, or the document of its
-    `error`."""
+    """Does what `compute` does, on a cluster. Returns its `answer`, or its `error`'s document."""
     return answered(compute, request, seat, tell)
 
 

@@ -59,7 +59,6 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _first(problems: list[Problem], more: Problem) -> list[Problem]:
-    """Returns the first problems, and `more` if there are others."""
     return problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], more]
 
 
@@ -99,9 +98,8 @@ def encode_prompts(
 
 
 def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, max_new_tokens: int | None) -> Encoded:
-    """Encodes what a chat template has written, which has all special tokens that belong there.
-    Raises JobError: it has no token, cannot be encoded, or its answer does not fit into the
-    context."""
+    """Encodes what a chat template has written, with all its special tokens. Raises JobError: it
+    has no token, cannot be encoded, or its answer does not fit into the context."""
     try:
         tokens = tokenizer.encode(text).tolist()
     except (NotEncodable, UnicodeEncodeError) as error:
@@ -127,9 +125,8 @@ def chat_end_ids(source: Source, tokenizer: PromptTokenizer, template: ChatTempl
 
 @dataclass
 class Answer:
-    """A text as it is generated. `tokens`: the new tokens, without one that ends the text.
-    `finish`: `length` or `eos`; None: not yet. `stop`: a text that ends the answer, and is not part
-    of it."""
+    """A text as it is generated. `tokens`: the new ones, without an end. `finish`: `length` or
+    `eos`; None: not yet. `stop`: a text that ends the answer, and is not part of it."""
 
     prompt: Encoded
     tokens: list[int] = field(default_factory=list)

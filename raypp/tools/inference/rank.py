@@ -1,5 +1,4 @@
-"""One pipeline rank of a trained model: its stages, which hold no more than decoding needs, and
-their weights."""
+"""One pipeline rank of a trained model: its stages, as far as decoding needs them, and weights."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def load_stages(
 def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
     """Sets every weight of a rank's stages. No communication. Raises JobError: `model.from_hf`
     names another base than the one the adapters belong to. Raises CheckpointError: weights are
-    missing, torn, or have other shapes; or the checkpoint was removed. Raises StoreError: the store
-    does not answer."""
+    missing, torn, or have other shapes. Raises StoreError: the store does not answer."""
     model = job.model
     if source.store is None:
         assert model.from_hf is not None

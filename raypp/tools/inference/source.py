@@ -189,15 +189,13 @@ def newest_checkpoint(
 
 
 def _is_hf_folder(argument: str) -> bool:
-    """Whether the argument is a folder with config.json."""
     if is_remote(argument):
         return open_store(argument).head("config.json") is not None
     return os.path.lexists(expand_home(argument) / "config.json")
 
 
 def _run_at(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """Returns the store, the name and the step of a run that exists. Raises JobError: there is no
-    such run."""
+    """Returns store, name and step of a run that exists. Raises JobError: there is no such run."""
     local = not is_remote(argument) and ("/" in argument or argument in (".", "~"))
     folder = expand_home(argument).absolute() if local else None
     if folder is not None and os.path.isdir(folder) and not _holds_run(folder):  # noqa: PTH112 - raises for no name
@@ -275,7 +273,6 @@ def _ids_beside(tokenizer: str) -> tuple[int, ...]:
 
 
 def _fetched(url: str, add_bos: AddBos, added: Sequence[AddedToken]) -> PromptTokenizer:
-    """Opens a tokenizer.json that is in a store, with the files beside it."""
     folder, _, key = url.rpartition("/")
     files = HfFiles(folder)
     with TemporaryDirectory() as here:

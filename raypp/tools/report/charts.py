@@ -23,9 +23,8 @@ Points = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `style`: class of the curve: `a` and `b` for runs; `eval` adds dots. `points`:
-    steps and values, ascending; values may be NaN or infinite. `means`: the line of means over
-    them."""
+    """One curve. `style`: its class: `a` and `b` for runs; `eval` adds dots. `points`: ascending
+    steps, and values; values may be NaN or infinite. `means`: the line of means over them."""
 
     label: str
     style: str
@@ -210,8 +209,7 @@ def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
 
 
 def _memory(runs: Sequence[RunData]) -> list[Series]:
-    """Returns the curve of the fullest pipeline rank of each run; for one run also of the
-    emptiest."""
+    """Returns the curve of each run's fullest pipeline rank; of one run also the emptiest's."""
     curves = []
     for style, run in zip("ab", runs, strict=False):
         peaks = [(timed.report.step, timed.report.peak_bytes) for timed in run.steps if timed.report.peak_bytes]

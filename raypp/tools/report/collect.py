@@ -51,8 +51,7 @@ class RunData:
 
 
 def collect(place: RunPlace, reader: RunReader) -> RunData:
-    """Reads a run. Raises JobError: it has not written anything. Raises StoreError: its store does
-    not answer."""
+    """Reads a run. Raises JobError: it has written nothing; StoreError: no store answers."""
     store, notes = open_store(place.url), []
     status = present_status(place, reader)
     steps, events = reader.steps(), reader.events()

@@ -167,7 +167,6 @@ def _rank(rank: Mapping[str, Any] | None, mesh: Mapping[str, int], nodes: Mappin
 
 
 def _links(run: RunData, columns: Sequence[int]) -> list[Html]:
-    """Returns the link to each pipeline rank from the one before."""
     links, pipeline = measured_links(run.events), run.pipeline
     slowest: dict[int, float] = {}
     if pipeline is not None and len(links) == len(pipeline.rank_of_stage) - 1:

@@ -1,2 +1,1 @@
-"""The policies, one module each: `recovery.policy` names a module, whose `build` returns the
-policy."""
+"""The policies, one module each: `recovery.policy` names it, and its `build` returns the policy."""

@@ -1,2 +1,1 @@
-"""The trackers, one module each: `observe.trackers` names a module, whose `open_tracker` opens
-it."""
+"""The trackers, one module each: `observe.trackers` names it, and its `open_tracker` opens it."""

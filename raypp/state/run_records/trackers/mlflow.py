@@ -105,7 +105,6 @@ def _artifacts(uri: str) -> str | None:
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yields the values of a job, each with its dotted key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))

@@ -37,7 +37,6 @@ def check(options: Mapping[str, str], environment: Mapping[str, str]) -> list[Pr
 
 
 def _mode(options: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the mode and the key of the job that gives it."""
     if "mode" in options:
         return options["mode"], "options.mode"
     return environment.get("WANDB_MODE") or "online", ""
