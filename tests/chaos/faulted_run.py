@@ -224,7 +224,6 @@ class FaultedRun:
         assert not list(Path(tempfile.gettempdir()).glob(f"*{name}*"))
 
     def weights(self) -> dict[str, Any]:
-        """Returns every tensor of the last commit."""
         return weights(self.store, self.name)
 
     def known_s(self, strike: Strike) -> float | None:
@@ -262,5 +261,4 @@ def _known_late(strike: Strike) -> int:
 
 
 def reference_chain(shape: str) -> Chain:
-    """Returns the undisturbed run of a shape."""
     return Chain(f"undisturbed-{WORLD[shape]}", shape, True, ())

@@ -69,14 +69,12 @@ class Strike:
 
 
 def leave(seat: Any) -> None:
-    """Makes the real rank leave its attempt."""
     from raypp.rank.rank import cut_connections
 
     cut_connections(seat.master_port)
 
 
 def run_rank(decision: Any, seat: Any, reporter: Any) -> Any:
-    """Runs the real rank under a plan."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     import raypp.state.checkpoint.save as saving
@@ -144,7 +142,6 @@ class Fate:
         put(self._directory / f"pid-{seat.rank}", {"pid": os.getpid()})
 
     def sees(self, phase: str, detail: str) -> None:
-        """Detects the moments that a rank reports."""
         if phase in ("rendezvous", "build", "load", "finish"):
             self.at(phase, self._steps if phase == "finish" else 0)
         elif phase == "step":

@@ -126,7 +126,6 @@ CASES = [(chain, strike) for chain in CHAINS for strike in chain.strikes]
 
 
 def title(chain: Chain, strike: Strike) -> str:
-    """Returns a readable title for a case."""
     victim = VICTIMS[chain.shape]
     who = [victim[rank] for rank in (strike.rank, *strike.also)]
     what = {"": "", "kill": "SIGKILL", "segfault": "SIGSEGV", "freeze": "SIGSTOP", "raise": "an exception"}.get(

@@ -162,7 +162,6 @@ def recovery_times(run: Run, faults: list[Fault]) -> dict[str, list[float]]:
 
 
 def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], reported: str) -> str:
-    """Returns the report of the storm in Markdown."""
     sums = totals(parts)
     whole = sum(sums.values())
     stepping = sums["training"] + sums["redoing"]

@@ -10,8 +10,6 @@ from timeline import Part, in_words, parts_of, totals
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """An event."""
-
     kind: str
     time: float
     attempt: int

@@ -59,7 +59,6 @@ def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Pa
 
 
 def totals(parts: list[Part]) -> dict[str, float]:
-    """Returns the seconds by kind."""
     return {kind: sum(part.seconds for part in parts if part.kind == kind) for kind in SIGNS}
 
 

@@ -46,8 +46,6 @@ _START_S = 500.0  # and a head that Ray gives up is started once more
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command."""
-
     code: int
     out: str
     err: str
@@ -108,13 +106,11 @@ class Laptop:
     def raypp(
         self, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 300, cwd: Path | None = None
     ) -> Answer:
-        """Runs one command and waits for it to exit."""
         environment = self.environment | (environment or {})
         done = run_program(RAYPP, *arguments, code=None, env=environment, timeout=timeout, cwd=cwd or self.directory)
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
-        """Starts one command in the background."""
         out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([RAYPP, *arguments], env=self.environment, cwd=self.directory, **out)
 
@@ -149,7 +145,6 @@ class Laptop:
         return path
 
     def start(self, job: Path, *arguments: str) -> Run:
-        """Starts `raypp submit` in the background."""
         document = yaml.safe_load(job.read_text())
         log = self.directory / f"{document['name']}-{time.monotonic_ns()}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
@@ -194,7 +189,6 @@ class Laptop:
         return {without_digest(one["name"]): one for one in found if one["state"] == state and one["name"]}
 
     def groups(self, prefix: str) -> set[str]:
-        """Returns the states of the placement groups whose names begin so."""
         answer = self.dashboard.get_json("/api/v0/placement_groups?detail=1")
         return {one["state"] for one in answer["data"]["result"]["result"] if one["name"].startswith(prefix)}
 
@@ -263,7 +257,6 @@ class Run:
         return f"exit {self.exit_code}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
 
     def wait(self, timeout: float = 400) -> int:
-        """Waits for `raypp submit` to exit."""
         self.exit_code = self.process.wait(timeout)
         return self.exit_code
 
@@ -296,7 +289,6 @@ class Run:
         return {event.details["label"]: psutil.Process(event.details["pid"]) for event in events}
 
     def wait_step(self, step: int) -> int:
-        """Waits until the records contain that step."""
         self.until(lambda: (self.status().get("step") or 0) >= step, f"step {step}")
         return int(self.status()["step"])
 
@@ -369,7 +361,6 @@ def bare_environment() -> dict[str, str]:
 
 
 def copy_run(source: ObjectStore, run: str, target: Path) -> None:
-    """Copies every object of a run into a directory."""
     shutil.rmtree(target, ignore_errors=True)
     store = DirectoryStore(target)
     for info in source.list(f"{run}/"):

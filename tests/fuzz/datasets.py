@@ -110,7 +110,6 @@ for _name, _key in _OBJECTS.items():
 
 @target(_object("shard-000000.json"))
 def shard_record(data: bytes) -> None:
-    """Goes on as after a kill."""
     with tempfile.TemporaryDirectory() as folder:
         _shards(folder)
         (Path(folder) / "out" / "tokens.json").unlink()

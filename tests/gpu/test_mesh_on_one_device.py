@@ -127,7 +127,6 @@ def batches() -> list[tuple[str, ...]]:
 
 @cache
 def results(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Runs jobs of one world, one after another in the same processes."""
     world = world_of(JOBS[names[0]])
     found = run_in_turn_on_one_device(world, train_without_syncs, [(JOBS[name],) for name in names])
     return {name: merged(ranks) for name, ranks in zip(names, found, strict=True)}

@@ -62,7 +62,6 @@ class Office(Laptop):
         return self.job(name, **{"mesh": {"pp": 2, "fsdp": 2}, "train__micro_batch_size": 2} | changes)
 
     def repair(self) -> None:
-        """Restores every host to its initial state."""
         for host in range(self.bed.size):
             self.bed.heal(host)
             self.bed.thaw(host)

@@ -41,7 +41,6 @@ class Engine:
         self.environment = os.environ | {"DOCKER_HOST": f"unix://{folder}/socket", "DOCKER_BUILDKIT": "0"}
 
     def docker(self, *words: str, check: bool = True) -> str:
-        """Runs a command of docker and returns what it prints."""
         return self.run("docker", *words, check=check)
 
     def run(self, *words: str, check: bool = True) -> str:

@@ -27,7 +27,6 @@ class Pod:
 
 
 def pods(namespace: str = "default") -> tuple[Pod, Pod]:
-    """Returns the head's pod and a worker's."""
     documents = yaml.safe_load_all((REPOSITORY / "cluster" / "kuberay" / "raycluster.yaml").read_text())
     (cluster,) = (document for document in documents if document["kind"] == "RayCluster")
     name = cluster["metadata"]["name"]

@@ -67,16 +67,13 @@ class SlurmBed:
             yield self
 
     def sbatch(self, *arguments: str, out: Path) -> str:
-        """Submits the script of the repository; returns the job's number."""
         words = ["--parsable", f"--output={out}", *arguments[: arguments.index("--")], str(_SCRIPT)]
         return self.slurm("sbatch", *words, *arguments[arguments.index("--") + 1 :]).strip()
 
     def slurm(self, *command: str) -> str:
-        """Runs a command of Slurm on host 0, in the user's folder; returns what it prints."""
         return run_program(*self.bed.command(0, command), env=self.environment, cwd=self.folder).stdout
 
     def facts(self, job: str) -> dict[str, str]:
-        """Returns what `scontrol show job` says of a job."""
         return dict(word.split("=", 1) for word in self.slurm("scontrol", "show", "job", job).split() if "=" in word)
 
     def wait(self, job: str, *states: str) -> dict[str, str]:

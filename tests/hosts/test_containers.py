@@ -101,7 +101,6 @@ class Cluster:
         return self.add(f"gpu-worker-{self._made}", self.worker)
 
     def add(self, name: str, pod: Pod) -> str:
-        """Starts a pod and waits until its probe succeeds."""
         words = ["--network", NETWORK, "--hostname", name, *_options(pod.environment | TOKEN)]
         if pod.before:
             self.engine.docker("run", "--rm", *words, IMAGE, "/bin/bash", "-c", "--", pod.before)

@@ -45,8 +45,6 @@ def _blocks(section: int) -> list[str]:
 
 
 class Shell:
-    """A user's shell on one host."""
-
     def __init__(self, network: Network, host: int, folder: Path) -> None:
         self.network, self.host = network, host
         self.home, own_tmp = folder / f"home{host}", folder / f"tmp{host}"

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _places(run: Run) -> dict[str, str]:
-    """Returns the address of each rank by coordinates, as the run reported them."""
     return {event.details["label"]: event.node for event in run.events("seated")}
 
 

@@ -74,12 +74,10 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def prose(page: Path) -> Iterator[Line]:
-    """Yields the lines outside of fenced blocks."""
     return (line for line in lines(page) if line.fence is None and not line.is_fence)
 
 
 def github_anchor(heading: str) -> str:
-    """Returns the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", _plain(heading).lower()).replace(" ", "-")
 
 

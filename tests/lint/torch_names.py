@@ -31,8 +31,6 @@ _OF_LIBRARIES = frozenset({"_endpoint", "_expiry_time", "_get_conn", "_manager",
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """A private name of torch in a source."""
-
     line: int
     name: str
 

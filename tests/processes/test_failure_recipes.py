@@ -19,7 +19,6 @@ CONTRACT = "tests/unit/recovery/test_policies.py"
 
 
 def code_of(recipe: str) -> str:
-    """Returns the code in CONTRIBUTING for a recipe."""
     page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     found = re.search(r"```python\n(.*?)```", page.partition(f"**{recipe}.**")[2], re.DOTALL)
     assert found is not None, f"CONTRIBUTING has no recipe {recipe!r} with code"
@@ -38,7 +37,6 @@ def copy(tmp_path: Path) -> Path:
 
 
 def in_the_copy(place: Path, code: str) -> str:
-    """Runs code in a process with the copy's raypp. Returns its output."""
     code = f"import pytest\ncontract = ['-p', 'no:cacheprovider', '-q', '-rA', '{CONTRACT}', '-k']\n{code}"
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     return run_python("-c", code, cwd=place, env=environment, timeout=240).stdout

@@ -65,7 +65,6 @@ class Node:
         )  # fmt: skip
 
     def worker(self, name: str, seconds: float = 0.0, **variables: str) -> dict[str, Any]:
-        """Starts a worker and returns what it found."""
         client = self.client(name, seconds, **variables)
         until(name, (self.folder / name).exists)
         output, errors = client.communicate(timeout=WAIT_S) if not seconds else ("", "")

@@ -19,7 +19,6 @@ NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 
 
 def sealed(directory: Path) -> Slot:
-    """Returns the open slot of a complete snapshot."""
     slot = Slot.create(directory, NAME)
     about = {"run": NAME.run, "attempt": NAME.attempt, "rank": NAME.rank, "keeper": keeper()}
     slot.begin(NAME, about)

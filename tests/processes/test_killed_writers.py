@@ -36,7 +36,6 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def kill_a_writer(store: DirectoryStore, key: str) -> None:
-    """Starts a process that writes a large object, and kills it midway by SIGKILL."""
     command = [sys.executable, "-c", _SLOW_WRITER, str(store.root), key]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None

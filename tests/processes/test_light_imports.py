@@ -19,7 +19,6 @@ QUICKSTART = "jobs/quickstart.yaml"
 
 
 def last_line(code: str) -> str:
-    """Returns the last line that a fresh interpreter prints."""
     return run_python("-c", code, cwd=REPOSITORY).stdout.splitlines()[-1]
 
 

@@ -36,7 +36,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def on_a_terminal(command: list[str], folder: Path) -> str:
-    """Returns what a command sends to its terminal."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         command, cwd=folder / "w", stdin=its, stdout=its, stderr=its,

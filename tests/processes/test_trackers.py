@@ -36,8 +36,6 @@ def report(step: int, attempt: int = 1) -> StepReport:
 
 
 class Collected(list[Event]):
-    """The events that trackers reported."""
-
     def of(self, kind: str) -> list[str]:
         return [event.message for event in self if event.kind == kind]
 

@@ -71,7 +71,6 @@ class Screen:
         return self.process.poll() is None or bool(select.select([self._ours], [], [], 0)[0])
 
     def end(self) -> int:
-        """Waits for the command's end; returns its exit code."""
         end = time.monotonic() + PATIENCE_S
         while self._read():
             assert time.monotonic() < end, "it did not end"

@@ -33,7 +33,6 @@ RUN = "quickstart"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel."""
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     shutil.copytree(ROOT / "raypp", source / "raypp", ignore=shutil.ignore_patterns("__pycache__"))
@@ -87,7 +86,6 @@ class Environment:
             archive.extractall(site)
 
     def run(self, *words: str, code: int = 0, cwd: Path | None = None) -> str:
-        """Runs `raypp`; returns what it printed, errors included."""
         return self.run_python("-m", "raypp", *words, code=code, cwd=cwd)
 
     def run_python(self, *words: str, code: int = 0, cwd: Path | None = None) -> str:
@@ -122,7 +120,6 @@ def files_below(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def laptop(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install raypp` makes."""
     return Environment(tmp_path_factory.mktemp("laptop") / "venv", wheel, set())
 
 

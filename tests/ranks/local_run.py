@@ -290,7 +290,6 @@ class LocalRun:
         )  # fmt: skip
 
     def final_state(self, step: int | None = None) -> dict[str, torch.Tensor]:
-        """Returns every tensor of the checkpoint of a step, by default the last."""
         name, steps = self.document["name"], self.document["train"]["steps"]
         commit = read_commit(self.store, name, steps if step is None else step)
         root = Path(self.document["checkpoint"]["url"])

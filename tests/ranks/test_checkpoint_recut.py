@@ -30,8 +30,6 @@ WIDTH = 7
 
 
 class CountingStore(DirectoryStore):
-    """A store that counts the bytes read."""
-
     read = 0
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:

@@ -48,7 +48,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def trained(folder: Path, name: str, *changes: str, ranks: int = 1) -> str:
-    """Trains the job in `ranks` processes; returns the run's place."""
     command = [sys.executable, "-m", "raypp.rank", "--job", "job.json", "--set", f"name={name}"]
     command += [word for change in changes for word in ("--set", change)]
     port = str(free_port())
@@ -102,7 +101,6 @@ def raypp(folder: Path, *words: str) -> Any:
 
 
 def own(folder: Path, name: str) -> dict[int, tuple[float, int]]:
-    """Returns loss and tokens of a run's own evaluations by step."""
     found = RunReader(open_store(str(folder / "store")), name).evaluations()
     return {one["step"]: (one["loss"], one["tokens"]) for one in found}
 

@@ -96,7 +96,6 @@ def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: P
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns weights and optimizer state of the checkpoint of step 4."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "numbers" / "step-00000004").glob("attempt-*/rank-*.safetensors")):
         found |= load_file(path)

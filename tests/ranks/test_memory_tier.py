@@ -42,7 +42,6 @@ def assert_ends_as(undisturbed: Any, reports: AttemptReports, run: LocalRun) -> 
 
 
 def lose(folder: Path, which: Callable[[SlotName], bool] | None = None) -> None:
-    """Removes snapshots from a node's memory; everything by default."""
     chosen = folder.iterdir() if which is None else (path for name, path in list_slots(folder) if which(name))
     for path in list(chosen):
         path.unlink()

@@ -46,7 +46,6 @@ resources: {{device: cpu}}
 
 
 def python_in(place: Path, *arguments: str) -> str:
-    """Runs Python with the raypp package and the modules in a folder. Returns its output."""
     done = recipes.python_in(place, *arguments, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     return done.stdout

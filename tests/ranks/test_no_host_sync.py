@@ -132,7 +132,6 @@ def run_step(
 
 @torch.no_grad()
 def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> None:
-    """Runs the forwards of an evaluation."""
     ForwardRunner(runner, token_loss_sum)._runtime.run(
         runner.job.train.micro_batch_size,
         runner.own_lengths(read),

@@ -139,7 +139,6 @@ def test_checkpoints_have_the_same_bytes_and_resume_with_and_without(kind: str, 
 
 
 def where(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
-    """Trains a step and returns what is held where."""
     offload.BLOCK = 2000
     parsed = parse_job(source)
     with assemble(decide(parsed), seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:

@@ -497,8 +497,6 @@ def test_a_lost_site_costs_the_others_the_steps_since_their_newest_snapshot(
 
 
 def fails_on_one(rank: int, world: int, port: int) -> None:
-    """Lets the exchange of rank 1 fail."""
-
     def failing(*_: Any) -> Iterator[Any]:
         raise RuntimeError("the exchange fails")
         yield
@@ -508,7 +506,6 @@ def fails_on_one(rank: int, world: int, port: int) -> None:
 
 
 def never_comes(rank: int, world: int, port: int) -> None:
-    """Lets rank 1 never exchange anything."""
     if rank == 1:
         OuterSync._exchanged = lambda *_: iter(())  # type: ignore[method-assign, assignment, return-value]
 
@@ -532,7 +529,6 @@ def test_a_failure_ends_an_exchange_beside_the_compute(
 
 
 def blank_second(loader: Loader) -> Changed:
-    """Returns a loader whose second step has no labels."""
     numbers = count(1)
     return Changed(loader, lambda step: list(map(without_labels, step)) if next(numbers) == 2 else step)
 
@@ -561,7 +557,6 @@ def test_an_outer_step_after_a_skipped_update_waits_for_copies_too() -> None:
 
 
 def draws_others_on_one(rank: int, world: int, port: int) -> None:
-    """Lets rank 1 begin with other weights."""
     draw = resume.draw_weights
 
     def drawn(stages: list[torch.nn.Module], job: Any, **which: Any) -> None:

@@ -26,7 +26,6 @@ def job(kind: str, rate: float = RATE, **mesh: Any) -> dict[str, Any]:
 
 
 def biases(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the biases of a result's weights by name."""
     return {name: value for name, value in found["weights"].items() if name.endswith("correction_bias")}
 
 

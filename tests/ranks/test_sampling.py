@@ -44,7 +44,6 @@ def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, 
 
 
 def continued(whole: torch.nn.Module, job: Any) -> list[list[int]]:
-    """Continues the prompts with the weights of the last checkpoint."""
     tokenizer = find_source(f"{job.checkpoint.url}/{job.name}").open_tokenizer()
     prompts = [Prompt(tuple(tokenizer.encode(text).tolist()), SAMPLE["max_new_tokens"]) for text in SAMPLE["prompts"]]
     tokens: list[list[int]] = [[] for _ in prompts]

@@ -184,7 +184,6 @@ LIES: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def lie(name: str, rank: int, _world: int, _port: int) -> None:
-    """Makes rank 0 a hostile partner."""
     if rank == 0:
         LIES[name][0]()
 

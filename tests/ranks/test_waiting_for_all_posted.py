@@ -48,8 +48,6 @@ COLLECTIVES = tuple(
 
 
 class Over(dist.Work):
-    """A message or collective that is done."""
-
     def wait(self, *_: Any) -> bool:
         return True
 

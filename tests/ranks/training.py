@@ -55,8 +55,6 @@ def document(*, layers: int = 4, microbatches: int = 8, schedule: str = "1f1b", 
 
 
 class Changed:
-    """A loader whose steps a function changes."""
-
     def __init__(self, loader: Loader, change: Callable[[list[Microbatch]], list[Microbatch]]) -> None:
         self.loader, self.change = loader, change
 
@@ -174,7 +172,6 @@ def on_ranks(
 
 
 def trained(job: dict[str, Any], steps: int = STEPS, **how: Any) -> dict[str, Any]:
-    """Like `on_ranks`; returns the merged result."""
     return merged(on_ranks(job, steps, **how))
 
 

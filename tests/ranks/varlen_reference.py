@@ -89,7 +89,6 @@ class _Attend(torch.autograd.Function):
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
-    """Checks what a kernel requires of its inputs."""
     assert q.dtype == k.dtype == v.dtype and k.shape == v.shape
     assert q.dim() == k.dim() == 3 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "the last dim must be contiguous"

@@ -95,13 +95,11 @@ class Started:
         self.wait(runs, f"attempt {attempt}")
 
     def controller(self) -> int:
-        """Returns the controller's living process."""
         alive = (one for one in self.actors() if one["name"] == f"raypp/{self.name}" and one["state"] == "ALIVE")
         (pid,) = (int(one["pid"]) for one in alive)
         return pid
 
     def event(self, kind: str) -> Any:
-        """Returns the first event of a kind."""
         return next(event for event in self.reader.events() if event.kind == kind)
 
     def wait_step(self, step: int) -> None:

@@ -48,8 +48,6 @@ sys.exit(main())
 
 @dataclass
 class Node:
-    """A raylet and its agents."""
-
     address: str
     process: subprocess.Popen[bytes]
     labels: str = ""
@@ -127,7 +125,6 @@ class ExtraNodes:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def _alive(self) -> dict[str, str]:
-        """Returns the address of each living node, by node ID."""
         answer = self._cluster.dashboard.get_json("/api/v0/nodes?detail=1")
         nodes: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return {str(node["node_id"]): str(node["node_ip"]) for node in nodes if node["state"] == "ALIVE"}

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def _wait_for_standby(run: Started, node: Node) -> int:
-    """Returns the process of the node's living standby."""
-
     def living() -> list[int]:
         standbys = [one for one in run.actors() if "/standby-" in one["name"] and one["state"] == "ALIVE"]
         return [one["pid"] for one in standbys if one["node_id"] == node.node_id and one["pid"]]

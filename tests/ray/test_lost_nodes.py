@@ -25,7 +25,6 @@ def _start(start_run: StartRun, name: str, **more: Any) -> Started:
 
 
 def _places(run: Started) -> set[str]:
-    """Returns the nodes of the current ranks."""
     return {rank["node"] for rank in run.status()["ranks"]}
 
 

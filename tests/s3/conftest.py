@@ -63,7 +63,6 @@ def in_seaweed(seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def proxy(seaweed_server: SeaweedServer) -> Iterator[FaultProxy]:
-    """A proxy in front of SeaweedFS, without rules."""
     from fault_proxy import fault_proxy
 
     with fault_proxy(seaweed_server.endpoint) as running:

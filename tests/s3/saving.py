@@ -51,7 +51,6 @@ class OneRank:
         return self.saver.wait() == step
 
     def failures(self) -> str:
-        """Returns the messages of all save_failed events."""
         return "\n".join(event.message for event in self.reporter.events if event.kind == "save_failed")
 
     def loads(self, store: ObjectStore, step: int) -> bool:

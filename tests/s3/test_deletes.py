@@ -35,7 +35,6 @@ def is_together(request: Request) -> bool:
 
 @pytest.fixture
 def store(proxy: FaultProxy, seaweed_server: SeaweedServer, run: str) -> S3Store:
-    """A store that goes through the proxy."""
     return store_at(proxy, seaweed_server, run)
 
 

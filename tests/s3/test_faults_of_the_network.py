@@ -31,7 +31,6 @@ def opened(
 
 @pytest.fixture
 def store(proxy: FaultProxy, seaweed_server: SeaweedServer) -> S3Store:
-    """A store that goes through the proxy."""
     return opened(proxy, seaweed_server)
 
 

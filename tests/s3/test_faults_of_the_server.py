@@ -47,7 +47,6 @@ class Mortal:
         return store_at(self.proxy, self.server, "mortal", part_bytes=PART, patience=patience, timeout_s=20.0)
 
     def back(self) -> None:
-        """Waits until the server is back."""
         assert self.returning is not None, "it was not killed"
         self.returning.join()
 

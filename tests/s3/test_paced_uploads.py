@@ -36,7 +36,6 @@ def random_bytes(size: int) -> memoryview:
 
 
 def source_of(data: memoryview, pace: Pace | None = None) -> MemorySource:
-    """Returns a source of two buffers: a header and the rest."""
     return MemorySource([data[:HEAD], data[HEAD:]], pace)
 
 

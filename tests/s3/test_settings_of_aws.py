@@ -199,7 +199,6 @@ def _lacks(request: Request, header: str, value: str) -> bool:
 
 
 def _creates(request: Request) -> bool:
-    """Whether a request creates an object or begins an upload."""
     part, begins = "partNumber" in request.target, "?uploads" in request.target
     return (request.method == "PUT" and not part) or (request.method == "POST" and begins)
 

@@ -71,7 +71,6 @@ debug ms = 0
 
 
 def missing_programs() -> list[str]:
-    """Returns the Ceph programs that this machine lacks."""
     return [name for name in _PROGRAMS if shutil.which(name) is None]
 
 
@@ -100,7 +99,6 @@ class CephServer:
         return f"http://127.0.0.1:{self._port}"
 
     def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
-        """Returns a store on this server, with its keys."""
         return S3Store(
             bucket,
             prefix,
@@ -222,7 +220,6 @@ class CephServer:
 
 @contextmanager
 def ceph(*buckets: str) -> Iterator[CephServer]:
-    """Runs a server with these buckets, and ends it on exit."""
     with tempfile.TemporaryDirectory(prefix="raypp-ceph-", ignore_cleanup_errors=True) as directory:
         server = CephServer(Path(directory), buckets)
         try:

@@ -23,7 +23,6 @@ _PATIENCE_S = 60.0
 
 
 def find_chromium() -> str | None:
-    """Returns the path of the program, if it is installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -88,7 +87,6 @@ class Chromium:
         return page
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Carries out one command of the protocol; returns its result."""
         return self._do(self._call(method, session, parameters))
 
     async def _call(self, method: str, session: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +132,9 @@ class Page:
         return self._browser.call(method, self._session, **parameters)
 
     def send_headers(self, headers: dict[str, str]) -> None:
-        """Adds headers to each request of the page."""
         self.call("Network.setExtraHTTPHeaders", headers=headers)
 
     def open(self, url: str) -> None:
-        """Goes to a URL. `wait_text` waits for what its scripts load."""
         answer = self.call("Page.navigate", url=url)
         assert not answer.get("errorText"), f"{url}: {answer['errorText']}"
         end = time.monotonic() + _PATIENCE_S
@@ -150,13 +146,11 @@ class Page:
         self.call("Page.close")
 
     def run(self, script: str) -> Any:
-        """Evaluates an expression in the page; returns its value."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def text(self) -> str:
-        """Returns the text that the page shows."""
         return str(self.run("document.body ? document.body.innerText : ''"))
 
     def wait_text(self, *wanted: str, patience_s: float = _PATIENCE_S) -> str:

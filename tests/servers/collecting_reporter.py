@@ -8,8 +8,6 @@ from raypp.records import Event, Requests, StepReport
 
 
 class CollectingReporter:
-    """Keeps what a rank reports."""
-
     def __init__(self, asks: Callable[[int], Requests] = lambda asked: Requests()) -> None:
         self.events: list[Event] = []
         self.reports: list[StepReport] = []

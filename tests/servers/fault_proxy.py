@@ -116,7 +116,6 @@ class FaultProxy:
         return fault
 
     def clear(self) -> None:
-        """Removes all rules."""
         with self._lock:
             self._faults.clear()
 

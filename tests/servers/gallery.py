@@ -25,7 +25,6 @@ def commands(name: str) -> list[list[str]]:
 
 
 def settings(words: list[str]) -> list[str]:
-    """Returns what follows each `--set`."""
     return [words[at + 1] for at, word in enumerate(words) if word == "--set"]
 
 

@@ -115,7 +115,6 @@ def _write_checkpoint(store: DirectoryStore, name: str, text: str, mesh: dict[st
 
 
 def write_world(folder: Path, home: Path, text: str) -> None:
-    """Writes two runs, job files, a Hugging Face folder and measured files to a folder."""
     store = DirectoryStore(folder / "s")
     for name in ("a", "b"):
         write_run(store, name, text)

@@ -32,7 +32,6 @@ class RcloneServer:
         self.endpoint = f"http://127.0.0.1:{port}"
 
     def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
-        """Returns a store on this server, with its keys."""
         return S3Store(
             bucket,
             prefix,
@@ -42,7 +41,6 @@ class RcloneServer:
 
 @contextmanager
 def rclone(*buckets: str) -> Iterator[RcloneServer]:
-    """Runs a server with these buckets. Ends it and removes its data on exit."""
     program = find_rclone()
     assert program is not None, "ask find_rclone first"
     with tempfile.TemporaryDirectory(prefix="raypp-rclone-") as directory:

@@ -122,7 +122,6 @@ def tree_with(place: Path, files: Mapping[str, str] = FILES) -> Path:
 
 
 def python_in(place: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the raypp package and the modules in a folder."""
     variables = os.environ | {"PYTHONPATH": str(place), "COLUMNS": "120", "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
         [sys.executable, *arguments], cwd=place, env=variables, capture_output=True, text=True, timeout=300

@@ -78,7 +78,6 @@ class Siege:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the end."""
         self._thread.join(120)
         assert not self._thread.is_alive()
 

@@ -74,7 +74,6 @@ def known_sizes(model_type: str) -> dict[str, Any]:
 
 
 def their_config(kind: str, keys: Mapping[str, Any]) -> Any:
-    """Returns transformers' config of a small model."""
     import transformers
 
     model_type = FAMILIES[kind].hf.model_type
@@ -101,7 +100,6 @@ def their_instance(kind: str, config: Any) -> Any:
 
 
 def options_in(folder: Path) -> DecoderOptions:
-    """Returns the `model:` section of a saved model."""
     return hf_options(DecoderOptions(from_hf=str(folder)))
 
 

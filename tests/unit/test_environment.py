@@ -23,7 +23,6 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def named(requirements: list[str]) -> dict[str, str]:
-    """Returns the oldest version by distribution."""
     found = (re.fullmatch(r"([A-Za-z0-9_-]+)(?:\[\w+\])?>=([\d.]+)", text) for text in requirements)
     return {match[1]: match[2] for match in found if match}
 

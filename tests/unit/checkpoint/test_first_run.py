@@ -19,7 +19,6 @@ OLD = {"kind": "qwen3", "num_layers": 3, "hidden_size": 32, "num_heads": 4, "ffn
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """A run without checkpoints."""
     for name, model in {"old": OLD, "adapters": OLD | {"lora": {"rank": 2}}}.items():
         write_spec(DirectoryStore(tmp_path), name, job_document(parse_job({"name": name, "model": model})))
     return f"{tmp_path}/old"

@@ -77,18 +77,15 @@ class History:
             assert len([step for step in ordinary if step <= self.step]) <= self.keep
 
     def fail(self) -> None:
-        """Begins a save that one rank never finishes."""
         self.step += 1
         self.upload(RANKS - 1)
 
     def restart(self) -> None:
-        """Starts a new attempt from the newest usable checkpoint."""
         self.attempt = claim_next_attempt(self.store, RUN)
         usable, _ = newest_usable(self.store, RUN)
         self.step = usable.step if usable else 0
 
     def lose(self, which: int) -> None:
-        """Removes or truncates an object of a committed step."""
         steps = self.committed()
         if steps:
             step = steps[which % len(steps)]

@@ -75,7 +75,6 @@ def restored(
     fresh: nn.Module | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Loads a step into a model with other weights and its optimizer."""
     fresh = fresh or model(seed=1)
     fresh_optimizer = optimizer(fresh)
     assert load_checkpoint(store, RUN, step, [fresh], fresh_optimizer) is not None
@@ -110,7 +109,6 @@ def saver(
 
 
 def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, CollectingReporter]:
-    """Begins to save a new model."""
     reporter, stage = CollectingReporter(), model()
     saving = saver(store, reporter, **how)
     saving.save(step, [stage], adamw(stage), {})
@@ -118,7 +116,6 @@ def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, Colle
 
 
 def saved(store: DirectoryStore) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Saves step 3."""
     stage = model()
     optimizer, saving = adamw(stage), saver(store, CollectingReporter())
     train(stage, optimizer, 3)
@@ -234,8 +231,6 @@ def test_a_tied_weight_comes_back_tied(store: DirectoryStore) -> None:
 
 
 class SlowStore(DirectoryStore):
-    """Blocks every upload until it is released."""
-
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.go = threading.Event()
@@ -269,8 +264,6 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(
 
 
 class FailingStore(DirectoryStore):
-    """Fails the first uploads."""
-
     def __init__(self, root: Path, failures: int) -> None:
         super().__init__(root)
         self.failures = failures
@@ -328,8 +321,6 @@ def test_the_last_save_waits_for_a_store_that_takes_no_writes_and_says_so(tmp_pa
 
 
 class FullStore(DirectoryStore):
-    """Finds no room for objects, until there is."""
-
     full = True
 
     def put_stream(self, key: str, chunks: Any, size: int) -> None:

@@ -46,8 +46,6 @@ class StandingStore:
 
 
 class Zombie:
-    """Attempt 1 during the save of step 20."""
-
     def __init__(self, store: ObjectStore, stands_at: int) -> None:
         self.store = StandingStore(store, stands_at)
         self.refused: RayppError | None = None

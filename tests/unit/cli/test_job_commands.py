@@ -29,8 +29,6 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch):
-    """Replaces the body of `raypp plan` by one that raises."""
-
     def install(error: BaseException) -> None:
         space: dict[str, Any] = {"error": error}
         exec(compile("def command(): raise error", "<a command of raypp>", "exec"), space)  # a file would be the user's

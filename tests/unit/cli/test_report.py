@@ -61,7 +61,6 @@ class Page(html.parser.HTMLParser):
         return " ".join(" ".join(texts) for name, texts in self.texts.items() if name not in ("style", "script"))
 
     def faults(self) -> list[str]:
-        """Returns what must not be on a report."""
         names = {name for name, _ in self.tags}
         found = [f"<{name}>" for name in names & {"a", "img", "link", "iframe", "object", "embed", "base", "form"}]
         found += [f"{name} {key}" for name, given in self.tags for key in given if key.startswith("on")]

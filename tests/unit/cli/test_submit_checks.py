@@ -283,8 +283,6 @@ def test_a_job_that_does_not_fit_the_device_it_gets_is_refused_at_submission(
 
 
 class _JobFailed(Dashboard):
-    """A cluster whose Ray job of a run has failed."""
-
     def job(self, submission_id: str) -> dict[str, Any] | None:
         return {"status": "FAILED", "message": "the words of the driver", "driver_exit_code": 4}
 
@@ -343,7 +341,6 @@ def cluster_with(
 
 
 def silent(store: DirectoryStore, address: str, seconds: float = 8.0) -> RunPlace:
-    """A run of this name that has not written for some seconds."""
     status = RunStatus("mine", RunState.RUNNING, 4, 9, updated_at=time.time() - seconds)
     store.put("mine/status.json", document(status.as_dict()))
     return RunPlace(store.url, "mine", address)

@@ -55,7 +55,6 @@ def _cluster() -> dict[str, Any]:
 
 
 def _values(document: Any, key: str) -> list[Any]:
-    """Yields every value of a key, anywhere in a document."""
     if isinstance(document, dict):
         own = [document[key]] if key in document else []
         return own + [found for value in document.values() for found in _values(value, key)]

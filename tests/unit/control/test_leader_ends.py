@@ -124,7 +124,6 @@ class _SecondLife(_Failing):
 
 
 def _write_machine(folder: Path, number: int) -> None:
-    """Writes the machine of a submission whose ranks have seats."""
     machine = Machine()
     for event in (Start(0, None, device="cpu"), Claimed(1), Seated()):
         machine, _ = step(machine, event)

@@ -111,7 +111,6 @@ def _commit(store: DirectoryStore, step: int) -> None:
 
 
 def _left_also(folder: Path, *events: m.MachineEvent) -> m.Machine:
-    """Writes the machine after more events."""
     machine = m.Machine()
     shape = Shape(2, 1, 2, 1, 1, parse_job(SECTIONS).pipeline.microbatches)
     for event in (m.Start(0, None, shape, "cpu"), m.Claimed(1), m.Seated(), *events):

@@ -32,8 +32,6 @@ RUN = "turns"
 
 
 class Led(Leader):
-    """Leads stand-ins from the beginning of a run."""
-
     def __init__(self, folder: Path, **recovery: Any) -> None:
         sections = {
             "name": RUN,
@@ -82,7 +80,6 @@ class Led(Leader):
         assert self.machine.phase is m.RunPhase.RUNNING
 
     def hear(self, rank: int, phase: str = "step 9", idle_s: float = 0.0, **more: Any) -> None:
-        """A report of a rank comes."""
         self._numbers[rank] += 1
         self.reports.report(ReportBatch(self.machine.attempt, rank, self._numbers[rank], phase, idle_s, **more))
 

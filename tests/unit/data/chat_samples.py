@@ -116,7 +116,6 @@ MARKED = {"chatml": CHATML_MARKED, "headers": HEADERS, "merged": MERGED_SYSTEM, 
 
 
 def turns(*contents: str, system: str = "") -> list[dict[str, Any]]:
-    """Returns a conversation in which the user and the assistant take turns."""
     first = [{"role": "system", "content": system}] if system else []
     return first + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 

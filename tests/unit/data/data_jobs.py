@@ -49,7 +49,6 @@ def rows_of(steps: Iterable[list[Any]]) -> list[Row]:
 
 
 def as_lists(rows: Iterable[Row]) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
-    """Returns rows in a form that can be compared."""
     return [(row.tokens.tolist(), row.labels.tolist(), row.documents) for row in rows]
 
 

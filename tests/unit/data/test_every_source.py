@@ -28,7 +28,6 @@ def sample_of(name: str) -> Path:
 
 
 def sampled(name: str, **settings: Any) -> Any:
-    """Returns a job that reads the sample."""
     if SOURCES.get(name).mixes:
         parts = [{"kind": "text", "path": str(sample_of("text"))}, {"kind": "synthetic", "num_documents": 5}]
         return job(kind=name, parts=parts, **settings)

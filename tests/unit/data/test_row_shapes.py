@@ -114,7 +114,6 @@ ASKED = {"role": "user", "content": "one plus one?"}
 
 
 def answers(**marks: Any) -> dict[str, Any]:
-    """Returns a conversation whose first answer has marks."""
     first = {"role": "assistant", "content": "three", **marks}
     return {"messages": [ASKED, first, {"role": "user", "content": "no."}, {"role": "assistant", "content": "two"}]}
 

@@ -77,8 +77,6 @@ class Killed(Exception):
 
 
 class FailingStore:
-    """Stops at a write."""
-
     def __init__(self, store: ObjectStore, writes: int) -> None:
         self._store, self.left = store, writes
 

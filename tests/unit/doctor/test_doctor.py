@@ -282,7 +282,6 @@ def token() -> str:
 
 @pytest.fixture
 def late(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProbe]:
-    """A probe whose clock is 7 s ahead."""
     monkeypatch.chdir(tmp_path)
     probe = NodeProbe(token, clock=lambda: time.time() + 7)
     yield probe

@@ -125,7 +125,6 @@ def fields_of(kind: str) -> dict[str, Any]:
 
 
 def changes_of(kind: str, name: str, value: Any) -> list[dict[str, Any]]:
-    """Returns sets of keys that change a field."""
     own = described(kind).get("fields", {})
     if isinstance(value, bool) and name not in own and name not in VALUES:
         return [{name: not value}]

@@ -102,7 +102,6 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def imported(source: Path, folder: Path, **model: Any) -> tuple[DirectoryStore, Commit]:
-    """Imports a model as a run."""
     store, options = DirectoryStore(folder / "store"), hf_options(DecoderOptions(from_hf=str(source), **model))
     job = {"model": options.model_dump(mode="json"), "data": {"seq_len": 16, "tokenizer": "bytes"}}
     import_hf(HfFiles(str(source)), store, "run", options, job)

@@ -30,7 +30,6 @@ _GROUPS = 8
 
 
 def _is_large(name: str) -> bool:
-    """Whether a case takes most of a second."""
     return name.endswith(("many values", "over all files", "experts", "spaces", "nodes")) or "million" in name
 
 

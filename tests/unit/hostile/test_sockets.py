@@ -57,7 +57,6 @@ def listener(reported: list[str]) -> Iterator[Listener]:
 
 
 def answers(port: int) -> bool:
-    """Returns whether an honest peer is served."""
     with sockets.connect(HERE, port, SECRET, 7) as link:
         link.sendall(b"hello")
         return receive(link, 6, 10) == b"hello\x07"

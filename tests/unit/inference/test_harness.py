@@ -17,8 +17,6 @@ CONTEXT = 8
 
 
 class Rows:
-    """Keeps the rows that a model is to score."""
-
     def __init__(self) -> None:
         self.rows: list[Scored] = []
 

@@ -52,6 +52,10 @@ def test_every_default_is_available() -> None:
     assert {key for key, choice, value in named_kinds(job) if value not in choice.available()} == set()
 
 
+INT8 = {"sync": {"kind": "int8"}}
+OUTER_10 = {"sync": {"kind": "outer", "every_steps": 10}}
+
+
 @pytest.mark.parametrize(
     ("sections", "key", "reported"),
     [
@@ -60,31 +64,44 @@ def test_every_default_is_available() -> None:
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
         ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),
         ({"recovery": {"policy": "defualt"}}, "recovery.policy", "there is no 'defualt'; there are: default | did you"),
+        ({"model": {"hidden_size": 250}}, "model.hidden_size", "250 is not divisible by 4 heads | use a multiple of"),
+        ({"model": {"hidden_size": 12}}, "model.hidden_size", "the head width 3 is odd"),
+        ({"model": {"head_dim": 33}}, "model.head_dim", "the head width 33 is odd"),
+        ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads", "4 query heads cannot be split evenly over 3"),
+        ({"data": {"kind": "synthetic", "document_len": [9, 2]}}, "data.document_len", "write [2, 9]"),
+        ({"train": {"optimizer": {"kind": "sgd", "state": "8bit"}}}, "train.optimizer.state", "sgd"),
+        ({"train": {"optimizer": {"kind": "muon", "state": "8bit"}}}, "train.optimizer.state", "adamw"),
+        ({"train": {"global_batch": 27}, "mesh": {"fsdp": 2}}, "train.global_batch", "use 24 or 28"),
+        ({"train": {"global_batch": {"tokens": 1000}}}, "train.global_batch.tokens",
+         "1,000 tokens, 3.90625 rows of 256,"),
+        ({"train": {"global_batch": 24}, "pipeline": {"microbatches": 3}}, "pipeline.microbatches",
+         "3 are 6 rows of a step"),
+        ({"checkpoint": {"best": {"keep": 2}}}, "checkpoint.best", "nothing is evaluated"),
+        ({"checkpoint": {"best": {}, "every_steps": 10}, "train": {"eval_every_steps": 15},
+          "data": {"kind": "synthetic", "eval": {"fraction": 0.1}}}, "checkpoint.best",
+         "evaluations every 15 steps and saves every 10"),
+        ({"recovery": {"on_spike": "skip"}}, "recovery.on_spike", "skip has no effect: recovery.spike_factor is null"),
+        ({"recovery": {"on_spike": "stop", "spike_factor": 3}, "mesh": {"dp_replicate": 2}, "train": OUTER_10},
+         "recovery.on_spike", "stop is not available where replicas train apart"),
     ],
 )  # fmt: skip
-def test_what_does_not_work_yet_is_refused_with_what_does(sections: dict[str, Any], key: str, reported: str) -> None:
+def test_what_does_not_work_is_refused_with_what_does(sections: dict[str, Any], key: str, reported: str) -> None:
     problems = found(**sections)
-    assert list(problems) == [key]
-    assert problems[key].startswith(reported)
+    assert list(problems) == [key] and reported in problems[key]
 
 
 @pytest.mark.parametrize(
-    ("model", "key", "reported"),
+    "sections",
     [
-        ({"hidden_size": 250}, "model.hidden_size", "250 is not divisible by 4 heads | use a multiple of"),
-        ({"hidden_size": 12}, "model.hidden_size", "the head width 3 is odd"),
-        ({"head_dim": 33}, "model.head_dim", "the head width 33 is odd"),
-        ({"num_kv_heads": 3}, "model.num_kv_heads", "4 query heads cannot be split evenly over 3"),
+        {"model": {"hidden_size": 250, "head_dim": 32}},
+        {"data": {"path": "s3://bucket/none.txt"}},
+        *({"train": {"optimizer": {"kind": kind}, "precision": "bf16_pure"}} for kind in ("adamw", "sgd", "muon")),
+        *({"mesh": {"pp": 2, "dp_replicate": 7}, "train": {**INT8, "precision": name}} for name in ("fp32", "bf16")),
+        {"mesh": {"dp_replicate": 2, "fsdp": 4}, "train": INT8},
     ],
 )
-def test_sizes_that_do_not_fit_each_other_are_reported(model: dict[str, Any], key: str, reported: str) -> None:
-    problems = found(model=model)
-    assert list(problems) == [key]
-    assert problems[key].startswith(reported)
-
-
-def test_a_given_head_width_frees_the_hidden_size() -> None:
-    assert found(model={"hidden_size": 250, "head_dim": 32}) == {}
+def test_what_works_has_no_problem(sections: dict[str, Any]) -> None:
+    assert found(**sections) == {}
 
 
 def test_bytes_need_257_ids_and_synthetic_data_does_not(tmp_path: Path) -> None:
@@ -111,10 +128,6 @@ def test_an_empty_file_and_an_empty_directory_are_reported(tmp_path: Path) -> No
     assert "contains no files" in found(data={"path": str(tmp_path / "sub")})["data.path"]
 
 
-def test_a_remote_path_is_not_looked_for() -> None:
-    assert found(data={"path": "s3://bucket/none.txt"}) == {}
-
-
 def test_a_tokenizer_is_a_file_or_the_folder_of_one(tmp_path: Path) -> None:
     text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer.json"
     text.write_text("x")
@@ -128,10 +141,6 @@ def test_a_tokenizer_is_a_file_or_the_folder_of_one(tmp_path: Path) -> None:
     assert "is not a tokenizer.json" in found(data=data)["data.tokenizer"]
     assert "there is no" in found(data={**data, "tokenizer": "none.json"})["data.tokenizer"]
     assert "is a URL" in found(data={**data, "tokenizer": "s3://bucket/tokenizer.json"})["data.tokenizer"]
-
-
-def test_a_range_of_lengths_the_wrong_way_round_is_reported() -> None:
-    assert "write [2, 9]" in found(data={"kind": "synthetic", "document_len": [9, 2]})["data.document_len"]
 
 
 def test_a_smallest_size_above_the_largest_is_reported() -> None:
@@ -161,25 +170,11 @@ def test_a_time_after_which_sites_are_left_out_needs_sites_and_rules_alone(
     assert "recovery.site_timeout_s" not in found(**job)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "muon"])
-def test_8_bits_are_refused_where_the_optimizer_cannot_keep_them(kind: str) -> None:
-    ((key, reported),) = found(train={"optimizer": {"kind": kind, "state": "8bit"}}).items()
-    assert key == "train.optimizer.state" and kind in reported and "adamw" in reported
-
-
 def test_bf16_weights_are_refused_for_an_optimizer_that_does_not_say_that_it_can() -> None:
     own = {"optimizer": {"kind": "raypp.errors:build"}, "precision": "bf16_pure"}
     reported = found(train=own)["train.precision"]
     assert "raypp.errors:build" in reported and "use bf16" in reported
     assert "train.precision" not in found(train={**own, "precision": "bf16"})
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-def test_bf16_weights_work_with_every_optimizer_of_raypp(kind: str) -> None:
-    assert found(train={"optimizer": {"kind": kind}, "precision": "bf16_pure"}) == {}
-
-
-INT8 = {"sync": {"kind": "int8"}}
 
 
 @pytest.mark.parametrize(
@@ -241,12 +236,6 @@ def test_outer_steps_are_refused_where_they_do_nothing_or_replicas_would_differ(
     assert fine == {}
 
 
-@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"pp": 2, "dp_replicate": 7}, {"dp_replicate": 2, "fsdp": 4}])
-def test_int8_sums_are_allowed_with_up_to_seven_replicas(mesh: dict[str, Any]) -> None:
-    assert found(mesh=mesh, train=INT8) == {}
-    assert found(mesh=mesh, train={**INT8, "precision": "bf16"}) == {}
-
-
 @pytest.mark.parametrize(
     ("groups", "problem"),
     [
@@ -279,54 +268,3 @@ def test_microbatches_follow_from_the_global_batch_on_every_mesh(batch: Any, mes
     made = parse_job({"name": "a", "mesh": mesh, "train": {"global_batch": batch}, "data": {"kind": "synthetic"}})
     assert (made.pipeline.microbatches, made.rows_per_step) == (microbatches, 24)
     assert check_spec(made) == [] and parse_job(job_document(made)) == made
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        (
-            {"train": {"global_batch": 27}, "mesh": {"fsdp": 2}},
-            "train.global_batch: 27 rows cannot be divided: 2 replicas",
-        ),
-        (
-            {"train": {"global_batch": {"tokens": 1000}}},
-            "train.global_batch.tokens: 1,000 tokens, 3.90625 rows of 256,",
-        ),
-        (
-            {"train": {"global_batch": 24}, "pipeline": {"microbatches": 3}},
-            "pipeline.microbatches: 3 are 6 rows of a step",
-        ),
-    ],
-)
-def test_a_global_batch_that_cannot_be_is_answered_with_the_nearest(sections: Any, problem: str) -> None:
-    found_here = found(**sections)
-    assert len(found_here) == 1 and problem in str(found_here).replace("': '", ": ")
-    if "mesh" in sections:
-        assert "use 24 or 28" in found_here["train.global_batch"]
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        ({"checkpoint": {"best": {"keep": 2}}}, "checkpoint.best': 'nothing is evaluated"),
-        (
-            {
-                "checkpoint": {"best": {}, "every_steps": 10},
-                "train": {"eval_every_steps": 15},
-                "data": {"kind": "synthetic", "eval": {"fraction": 0.1}},
-            },
-            "checkpoint.best': 'evaluations every 15 steps and saves every 10",
-        ),
-        ({"recovery": {"on_spike": "skip"}}, "recovery.on_spike': 'skip has no effect: recovery.spike_factor is null"),
-        (
-            {
-                "recovery": {"on_spike": "stop", "spike_factor": 3},
-                "mesh": {"dp_replicate": 2},
-                "train": {"sync": {"kind": "outer", "every_steps": 10}},
-            },
-            "recovery.on_spike': 'stop is not available where replicas train apart",
-        ),
-    ],
-)
-def test_the_best_need_evaluations_and_spikes_a_factor(sections: Any, problem: str) -> None:
-    assert problem in str(found(**sections)) and len(found(**sections)) == 1

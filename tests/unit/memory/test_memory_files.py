@@ -51,8 +51,6 @@ SIZE = 100_000
 
 
 class Collected:
-    """A reporter that keeps the events."""
-
     def __init__(self, events: list[Event]) -> None:
         self.event = events.append
 
@@ -364,7 +362,6 @@ def receiver(tmp_path: Path) -> Iterator[tuple[CopyReceiver, list[Slot]]]:
 
 @contextlib.contextmanager
 def sending(folder: Path, to: CopyReceiver, *more: Any, secret: bytes = b"secret") -> Iterator[tuple[CopySender, Slot]]:
-    """Sends a snapshot."""
     slot, sender = sealed(folder), CopySender(1, ("127.0.0.1", to.port), secret, *more)
     try:
         sender.offer(slot)

@@ -29,7 +29,6 @@ def mesh_of(**axes: int) -> Mesh:
 
 
 def nodes_of_ranks(mesh: Mesh, facts: list[NodeFacts]) -> list[str]:
-    """Returns the node of each rank."""
     order = seat_order(mesh, facts)
     assert sorted(order) == list(range(mesh.world))
     return [facts[order.index(rank)].node_id for rank in range(mesh.world)]

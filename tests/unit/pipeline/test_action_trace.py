@@ -38,8 +38,6 @@ class Device(DeviceClock):
 
 
 class Stage:
-    """What the trace asks of a stage."""
-
     stage_index = 3
     submod = torch.nn.Linear(1, 1)
     replica_sums = None

@@ -196,8 +196,6 @@ class Stage:
 
 
 class Clock:
-    """Counts what is timed."""
-
     def __init__(self, timed: Counter[tuple[str, int, bool]]) -> None:
         self.counts = timed
 

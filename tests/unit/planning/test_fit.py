@@ -28,7 +28,6 @@ def needs(job: Job) -> list[int]:
 
 
 def offered(words: str) -> list[str]:
-    """Returns the settings of every change in a refusal."""
     return re.findall(r"(--set \S+(?: --set \S+)*) \(", words)
 
 

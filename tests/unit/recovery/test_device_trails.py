@@ -58,7 +58,6 @@ class Device:
 
 
 def devices(pp: int) -> list[Device]:
-    """The devices of a pipeline, before a step."""
     job = parse_job(
         {"name": "x", "model": {"num_layers": 8}, "mesh": {"pp": pp}, "pipeline": {"microbatches": MICROBATCHES}}
     )
