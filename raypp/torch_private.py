@@ -325,6 +325,12 @@ SCALED_MM_OPERATOR = "aten::_scaled_mm_v2"
 """The operator of `torch.nn.functional.scaled_mm`, as selective checkpointing sees it. In 2.11 and
 later."""
 
+scaled_grouped_mm = torch._scaled_grouped_mm
+"""Multiplies rows in fp8 `[N, K]` by the matrices `[E, K, O]` of their experts, as
+`torch.nn.functional.scaled_grouped_mm` does, which has no fake kernel. Since 2.8."""
+SCALED_GROUPED_MM_OPERATOR = "aten::_scaled_grouped_mm"
+"""Its operator, as selective checkpointing sees it."""
+
 foreach_norm = torch._foreach_norm
 """Returns the norms of many tensors `[...]` at once, each norm `[]`. Since 2.4."""
 

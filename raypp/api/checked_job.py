@@ -17,7 +17,7 @@ from raypp.job.job_file import IncompleteJobError, JobFile, in_order, job_file, 
 from raypp.job.load import job_document
 from raypp.job.lora import quantised_base
 from raypp.job.paths import is_remote
-from raypp.job.precision import SINCE_FP8
+from raypp.job.precision import GROUPS_FP8, SINCE_FP8
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
 from raypp.planning.costs import device_named
@@ -256,6 +256,9 @@ def grounds_of(
         fault = f"a {named.name} has compute capability {has[0]}.{has[1]}; {needs}"
         fix = f"use auto, which is {named.facts.precision} there, or another --device"
         raise JobError(Problem("train.precision", fault, fix))
+    if named is not None and job.train.fp8.experts and named.kind == "cuda" and named.capability != GROUPS_FP8:
+        fault = f"true, but a {named.name} has no products in fp8 of all experts at once: those need 9.0 (h100, h200)"
+        raise JobError(Problem("train.fp8.experts", fault, "use false, or another --device"))
     if named is not None and quantised_base(job.model) == "fp8" and not named.computes("fp8"):
         since = ".".join(map(str, SINCE_FP8))
         fault = f"a {named.name} has no products in fp8: those need compute capability {since} or newer"

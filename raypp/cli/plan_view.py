@@ -112,7 +112,7 @@ def _precision(job: Job, plan: Plan) -> str:
         return f"auto: {dtypes.name} on CUDA, fp32 on CPUs" if both else f"auto: {dtypes.summary}"
     if dtypes.fp8:
         beside = f", {job.train.fp8.bf16_layers} layers beside each" if job.train.fp8.bf16_layers else ""
-        experts = "" if with_experts(job.model) is None else ", experts"
+        experts = "" if with_experts(job.model) is None or job.train.fp8.experts else ", experts"
         return f"{dtypes.summary}; in bf16: both ends{beside}{experts}"
     if dtypes.narrow_weights:
         return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"

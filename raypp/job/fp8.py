@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from raypp.errors import Problem
 from raypp.job.family import Weight
 from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import FP8_WIDTH, is_quantised, quantised_base, wrong_widths
-from raypp.job.models import DecoderOptions
+from raypp.job.models import DecoderOptions, with_experts
 
 _GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Small matrices whose results are factors over all later tokens: the gates of a delta rule."""
@@ -23,37 +24,70 @@ def layer_in_fp8(job: Job, index: int) -> bool:
 
 
 def matrices_in_fp8(job: Job, index: int) -> list[Weight]:
-    """Returns the matrices of a layer whose products are in fp8. Not experts and gates, which stay
-    in bf16; not those of a quantised `model.lora.base`, which have products of their own."""
+    """Returns the matrices of a layer whose products are in fp8. Not those of experts and gates,
+    nor those of a quantised `model.lora.base`, which have products of their own."""
     return _matrices(job.model, index) if layer_in_fp8(job, index) and quantised_base(job.model) is None else []
 
 
-def _matrices(options: DecoderOptions, index: int) -> list[Weight]:
+def experts_in_fp8(job: Job, index: int) -> list[Weight]:
+    """Returns the stacks of experts' matrices of a layer whose products are in fp8."""
+    applies = job.train.fp8.experts and layer_in_fp8(job, index) and quantised_base(job.model) is None
+    return _matrices(job.model, index, dims=3) if applies else []
+
+
+def _matrices(options: DecoderOptions, index: int, dims: int = 2) -> list[Weight]:
     weights = [] if (family := family_of(options)) is None else family.weights(options, index)
-    matrices = (one for one in weights if len(one.shape) == 2 and is_quantised(one))
+    matrices = (one for one in weights if len(one.shape) == dims and is_quantised(one))
     return [one for one in matrices if one.name.removesuffix(".weight").rpartition(".")[2] not in _GATES]
 
 
+class Sizes(NamedTuple):
+    """The sizes of what is computed in fp8.
+
+    Attributes:
+        dense: Weights of matrices that every token is multiplied by.
+        experts: Weights of experts, of all of them.
+        active: Weights that a token is multiplied by, those of its experts included.
+        widths: The sum of the widths of their matrices.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    active: int = 0
+    widths: int = 0
+
+
 @lru_cache(maxsize=64)
-def _sizes(options: DecoderOptions) -> tuple[tuple[int, int], ...]:
-    """Returns the weights and the widths of the matrices of each layer."""
-    layers = [_matrices(options, index) for index in range(options.num_layers)]
-    return tuple((sum(one.parameters for one in layer), sum(sum(one.shape) for one in layer)) for layer in layers)
+def _sizes(options: DecoderOptions, experts: bool) -> tuple[Sizes, ...]:
+    """Returns the sizes of each layer."""
+    chosen = model.experts_per_token if (model := with_experts(options)) is not None else 0
+    layers = []
+    for index in range(options.num_layers):
+        dense, stacks = _matrices(options, index), _matrices(options, index, dims=3) if experts else []
+        each = [one.parameters // one.shape[0] for one in stacks]
+        weights, widths = sum(one.parameters for one in dense), sum(sum(one.shape) for one in dense)
+        widths += chosen * sum(sum(one.shape[1:]) for one in stacks)
+        layers.append(Sizes(weights, sum(one.parameters for one in stacks), weights + chosen * sum(each), widths))
+    return tuple(layers)
 
 
-def sizes_in_fp8(job: Job, layers: Iterable[int]) -> tuple[int, int]:
-    """Returns the weights whose products are in fp8, of layers with these global indices, and the
-    sum of the widths of their matrices."""
+def sizes_in_fp8(job: Job, layers: Iterable[int]) -> Sizes:
+    """Returns the sizes of what is computed in fp8 of layers with these global indices."""
     whole = quantised_base(job.model) == "fp8"
     if not whole and (not job.train.dtypes.fp8 or quantised_base(job.model) is not None):
-        return 0, 0
-    sizes = _sizes(job.model)
-    chosen = [sizes[index] for index in layers if whole or layer_in_fp8(job, index)]
-    return sum(weights for weights, _ in chosen), sum(widths for _, widths in chosen)
+        return Sizes()
+    sizes = _sizes(job.model, job.train.fp8.experts and not whole)
+    return Sizes(*map(sum, zip(*(sizes[index] for index in layers if whole or layer_in_fp8(job, index)), strict=True)))
 
 
 def fp8_problems(job: Job) -> Iterator[Problem]:
     """Finds what stands against a job's products in fp8."""
+    experts, lacks = job.train.fp8.experts, ""
+    if experts and (not job.train.dtypes.fp8 or quantised_base(job.model) is not None):
+        lacks = f"train.precision is {job.train.precision}, model.lora.base {quantised_base(job.model) or 'bf16'}"
+    if lacks or (experts and with_experts(job.model) is None):
+        fault = f"true, but {lacks or 'the model has no experts'}"
+        yield Problem("train.fp8.experts", fault, "leave it out, or use train.precision fp8 without such a base")
     if not job.train.dtypes.fp8:
         return
     layers, base = range(job.model.num_layers), quantised_base(job.model)
@@ -63,6 +97,6 @@ def fp8_problems(job: Job) -> Iterator[Problem]:
     if base in ("int8", "nf4"):
         fault = f"fp8 has no matrices to compute with: model.lora.base {base} has them all, dequantised to bf16"
         yield Problem("train.precision", fault, "use bf16, or model.lora.base fp8 or bf16")
-    matrices = (matrices_in_fp8(job, index) for index in layers)
+    matrices = (matrices_in_fp8(job, index) + experts_in_fp8(job, index) for index in layers)
     for width, fault in wrong_widths(matrices, FP8_WIDTH, f"fp8 needs multiples of {FP8_WIDTH}"):
         yield Problem("train.precision", fault, f"make {width} a multiple of {FP8_WIDTH}, or use bf16")

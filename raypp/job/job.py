@@ -436,10 +436,13 @@ class LossScaleOptions(Section):
 
 
 class Fp8Options(Section):
-    """What train.precision fp8 computes in bf16."""
+    """What train.precision fp8 computes in fp8."""
 
     bf16_layers: int = Field(default=1, ge=0, le=limits.COUNT)
     """Layers at either end of the model whose products are in bf16, as those of its ends are."""
+    experts: bool = False
+    """Compute products of experts in fp8, too. Only compute capability 9.0 (H100, H200) has them;
+    CPUs compute the same numbers."""
 
 
 class TrainSection(Section):
@@ -474,7 +477,7 @@ class TrainSection(Section):
     loss_scale: LossScaleOptions = Field(default_factory=LossScaleOptions)
     """The scale of the loss with precision: fp16."""
     fp8: Fp8Options = Field(default_factory=Fp8Options)
-    """What stays in bf16 with precision: fp8."""
+    """What precision: fp8 computes in fp8."""
     tf32: bool = True
     """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
     in fp32. false: products in fp32, several times slower. No effect on CPUs or in half precision.

@@ -11,6 +11,8 @@ from typing import Literal
 DtypeName = Literal["fp32", "bf16", "fp16"]
 PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16", "fp8"]
 
+GROUPS_FP8 = (9, 0)
+"""Compute capability of the cards for which torch has products in fp8 of all experts at once."""
 LARGEST_FP8 = 448.0
 """The largest number of e4m3."""
 SINCE_FP8 = (8, 9)

@@ -369,14 +369,16 @@ def _less_by_fp8(job: Job, device: Device) -> float:
     """Returns the seconds that products in fp8 save in an average layer's forward of a microbatch,
     and again in its backward, whose gradients of inputs are such products, too. Matrices that are
     gathered for each microbatch become fp8 for each."""
-    weights, widths = (size / job.model.num_layers for size in sizes_in_fp8(job, range(job.model.num_layers)))
-    if not weights or "fp8" not in device.tflops:
+    layers = job.model.num_layers
+    sizes = sizes_in_fp8(job, range(layers))
+    if not sizes.active or "fp8" not in device.tflops:
         return 0.0
     tokens = job.train.micro_batch_size * job.data.seq_len
-    product_s = 2 * weights * tokens / (device.share * 1e12)
+    product_s = 2 * sizes.active / layers * tokens / (device.share * 1e12)
     half, fp8 = product_s / device.tflops["bf16"], product_s / device.tflops["fp8"] / _FP8_SHARE
     each = job.mesh.reshard_after_forward or quantised_base(job.model) == "fp8"
-    cast = _FP8_CAST * (widths / 2 * tokens + weights * each) / (device.bandwidth * _MOVED * 1e12)
+    weights = (sizes.dense + sizes.experts / job.mesh.ep) * each
+    cast = _FP8_CAST * (sizes.widths / 2 * tokens + weights) / layers / (device.bandwidth * _MOVED * 1e12)
     return half - fp8 - cast
 
 
@@ -388,7 +390,7 @@ def dequantise_seconds(job: Job, device: Device) -> float:
         return 0.0
     layers = range(job.model.num_layers)
     weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
-    weights -= sizes_in_fp8(job, layers)[0] if base == "fp8" else 0  # are multiplied as they are
+    weights -= sizes_in_fp8(job, layers).dense if base == "fp8" else 0  # are multiplied as they are
     gpu = _DEQUANTISE_BYTES[base] / (device.bandwidth * 1e12)
     return (_DEQUANTISE_CPU_S[base] if device.kind == "cpu" else gpu) * weights / len(layers)
 

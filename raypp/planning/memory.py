@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from raypp.job.fp8 import sizes_in_fp8
+from raypp.job.fp8 import layer_in_fp8, sizes_in_fp8
 from raypp.job.job import Job
 from raypp.job.known_families import counted_family, family_of
 from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
@@ -236,7 +236,13 @@ def _fp8_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of matrices that a rank keeps in fp8 for a step, in rows and in columns."""
     if quantised_base(job.model) is not None or job.mesh.reshard_after_forward:
         return 0
-    return 2 * sum(sizes_in_fp8(job, _span(stage, cut, False)["layers"])[0] for stage in stages)
+    held: list[int] = [index for stage in stages for index in _span(stage, cut, False)["layers"]]
+    layers = [index for index in held if layer_in_fp8(job, index)]
+    if ":" in job.model.kind:  # at most: the widths of its matrices are not known
+        sizes_of_layers = sizes_of(job.model).layers
+        return sum(2 * sizes_of_layers[index].parameters for index in layers)
+    sizes = sizes_in_fp8(job, layers)
+    return 2 * (sizes.dense + sizes.experts // job.mesh.ep)
 
 
 def _frozen_dtype(job: Job) -> Dtype:

@@ -18,7 +18,8 @@ from raypp.errors import RayppError, ResourcesError
 from raypp.job.checks import check_training
 from raypp.job.job import Job
 from raypp.job.load import job_document
-from raypp.job.precision import BF16, FP32
+from raypp.job.models import with_experts
+from raypp.job.precision import BF16, FP32, GROUPS_FP8
 from raypp.planning.check import check_plan
 from raypp.planning.costs import CostsOf, Device
 from raypp.planning.decision import Kind
@@ -151,6 +152,9 @@ def advice(
             single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
     if job.train.dtypes.compute is BF16 and isinstance(costs, Device) and costs.computes("fp8"):
         single.append(("train.precision fp8 (changes the numbers)", {"train.precision": "fp8"}))
+    grouped = job.train.dtypes.fp8 and isinstance(costs, Device) and costs.capability == GROUPS_FP8
+    if grouped and with_experts(job.model) is not None and not job.train.fp8.experts:
+        single.append(("train.fp8.experts true (changes the numbers)", {"train.fp8.experts": True}))
     if job.mesh.dp_replicate > 1 and job.train.sync.kind == "exact":
         single.append(("train.sync.kind int8 (changes the numbers)", {"train.sync.kind": "int8"}))
     if job.outer is not None and now.replica_sums is not None:

@@ -18,7 +18,7 @@ from raypp.environment import c_compiler
 from raypp.errors import JobError, Problem, in_words, size_text
 from raypp.job.job import Job
 from raypp.job.lora import quantised_base
-from raypp.job.precision import SINCE_FP8, auto_on
+from raypp.job.precision import GROUPS_FP8, SINCE_FP8, auto_on
 from raypp.planning.decision import CERTAIN, CUDA_CONTEXT, Decision, Facts, too_little
 from raypp.planning.geometry import Mesh
 from raypp.rank.joining.cuda_settings import prepare_allocator, prepare_driver
@@ -194,6 +194,9 @@ def device_problems(
     if quantised_base(job.model) == "fp8" and card.capability < SINCE_FP8:
         what = f"{has}; products in fp8 need {SINCE_FP8[0]}.{SINCE_FP8[1]} or newer"
         problems.append(Problem("model.lora.base", what, "use int8 or nf4, or other cards"))
+    if job.train.fp8.experts and card.capability != GROUPS_FP8:
+        what = f"true, but {has}; torch's products in fp8 of all experts need 9.0"
+        problems.append(Problem("train.fp8.experts", what, "use false, or other cards"))
     if card.capability < (since := job.train.dtypes.since):
         what = f"{has}; {job.train.dtypes.name} needs {since[0]}.{since[1]} or newer"
         problems.append(

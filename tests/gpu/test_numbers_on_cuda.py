@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 from training import merged, train_steps
 
-from raypp.job.precision import SINCE_FP8
+from raypp.job.precision import GROUPS_FP8, SINCE_FP8
 from raypp.stages.models.fp8 import Fp8Matrix
 from raypp.stages.models.initial_values import Law
 from raypp.stages.models.quantised_rows import quantise_rows
@@ -95,6 +95,21 @@ def test_products_in_fp8_are_those_of_the_cpu() -> None:
         assert relative(theirs.cpu().float(), ours.float()) < 4e-3, number  # sums in another order, rounded to bf16
     cpu, cuda = (run(device, precision="fp8") for device in ("cpu", "cuda"))
     assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-2)
+
+
+def test_experts_in_fp8_are_those_of_the_cpu() -> None:
+    if torch.cuda.get_device_capability() != GROUPS_FP8:
+        pytest.skip("torch has no products in fp8 of all experts for this card")
+    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((96, 256), (4, 128, 256), (96, 128)))
+    found = []
+    for device in ("cpu", "cuda"):
+        inputs, matrices = (one.to(device, copy=True).requires_grad_() for one in (x, weight))
+        ends = torch.tensor([40, 40, 90, 96], dtype=torch.int32, device=device)
+        out = Fp8Matrix(matrices, kept=True).stack(matrices).product(inputs, ends)
+        out.backward(grad.to(device))
+        found.append([out, inputs.grad, matrices.grad])
+    for number, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert relative(theirs.cpu().float(), ours.float()) < 4e-3, number
 
 
 def assert_same_losses(found: list[float], reference: list[float]) -> None:

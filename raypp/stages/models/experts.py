@@ -20,10 +20,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from raypp.stages.models import fused
-from raypp.stages.models.grouped_products import torch_groups
+from raypp.stages.models.fp8 import Fp8Matrix, InFp8
+from raypp.stages.models.grouped_products import held, torch_groups
 from raypp.stages.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
 from raypp.stages.models.products import linear
 from raypp.stages.models.quantised import Format, Quantised
@@ -53,10 +53,16 @@ class ExpertStacks(nn.Module):
     """The parameters of the matrices."""
     biases: tuple[str, ...] = ()
     """The parameters of the biases, `[E, out]`."""
+    fp8: nn.ModuleDict | None
+    """The fp8 forms of stacks by name (`models.fp8`); None: products are in the compute dtype."""
     one: Callable[..., Tensor]
     """Runs one expert: rows `[n, C]`, its matrices and biases, to `[n, C]`."""
     grouped: Callable[..., Tensor]
     """Runs all: rows `[N, C]`, counts `[E]`, the stacks and biases, to `[N, C]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = None
 
     def forward(self, rows_NC: Tensor, counts_E: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Runs every expert on its rows. The grouped kernel takes the counts from the device. The
@@ -74,9 +80,11 @@ class ExpertStacks(nn.Module):
     def stack(self, name: str) -> Stack:
         """Returns the matrices `[E, out, in]` of a name that this rank holds, with adapters."""
         own = held(getattr(self, name))
-        weight: Tensor | Quantised = own.mT if self.transposed else own
+        weight: Tensor | Quantised | InFp8 = own.mT if self.transposed else own
         if name in self.formats:
             weight = Quantised(own, self.formats[name])
+        elif self.fp8 is not None:
+            weight = cast(Fp8Matrix, self.fp8[name]).stack(cast(Tensor, weight))
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
         return weight if a is None or b is None else Adapted(weight, held(a), held(b), self.lora_scale)
 
@@ -226,11 +234,6 @@ class _ClampedSwiglu(torch.autograd.Function):
         result[..., ::2] = grad * (bounded + 1) * slope * (gate <= LIMIT)
         result[..., 1::2] = grad * low * share * (up.abs() <= LIMIT)
         return result
-
-
-def held(parameter: Tensor) -> Tensor:
-    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def can_group(rows_NC: Tensor, stack: Stack) -> bool:

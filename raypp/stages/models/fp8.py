@@ -7,13 +7,16 @@ of the gradient before these get theirs. The gradient of the matrix is a product
 
 On a CPU the same numbers are multiplied in fp32. Only the order of a sum is another.
 
-Legend: N rows, C width of the input, O width of the output.
+Legend: N rows, C width of the input, O width of the output, E experts. Matrices of experts are
+`[E, O, C]`, and their rows are sorted by expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -21,101 +24,183 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.errors import RayppError
-from raypp.job.fp8 import layer_in_fp8, matrices_in_fp8
+from raypp.job.fp8 import experts_in_fp8, layer_in_fp8, matrices_in_fp8
 from raypp.job.job import Job
 from raypp.job.lora import FP8_WIDTH
 from raypp.job.precision import LARGEST_FP8
-from raypp.stages.models.products import Projection
+from raypp.stages.models.grouped_products import held
+from raypp.stages.models.products import Projection, grouped_linear, is_transposed, linear, stack_gradient
+from raypp.torch_private import scaled_grouped_mm
 
 _ROW_WISE = F.ScalingType.RowWise
 E4M3 = torch.float8_e4m3fn
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def rows_in_fp8(x_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows `[N, C]` in e4m3, and their scales, fp32 `[N, 1]`. A row with a number that is
-    not finite becomes NaN. Plain operators, so that the compiler fuses them with what comes
-    before."""
+def rows_in_fp8(x_NC: Tensor, factors: Tensor | None = None, experts_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns rows `[..., N, C]` in e4m3, and their scales, fp32 `[..., N, 1]`. A row with a number
+    that is not finite becomes NaN. Plain operators, so that the compiler fuses them with what comes
+    before. `factors`: what rows are multiplied by before, `[1, C]`; or `[E, C]`, with the expert of
+    each row, `[N]`."""
     wide_NC = x_NC.float()
+    if factors is not None:
+        wide_NC = wide_NC * (factors if experts_N is None else factors[experts_N])
     scale_N1 = (wide_NC.abs().amax(-1, keepdim=True) / LARGEST_FP8).clamp(min=_TINY)
     return (wide_NC / scale_N1).to(E4M3), scale_N1
 
 
-def _multiply(a_NK: Tensor, b_OK: Tensor, a_scale_N1: Tensor, b_scale_O1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a · bᵀ `[N, O]` of e4m3 rows and their scales."""
+@cache
+def fused_rows() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns `rows_in_fp8` as one kernel, for blocks of experts, which are not compiled."""
+    return torch.compile(rows_in_fp8, dynamic=True)
+
+
+def _multiply(
+    a_NK: Tensor, b_OK: Tensor, a_scale_N1: Tensor, b_scale_O1: Tensor, dtype: torch.dtype, ends: Tensor | None = None
+) -> Tensor:
+    """Returns a · bᵀ `[N, O]` of e4m3 rows and their scales. `ends`: where each expert's rows end;
+    then b is `[E, O, K]`."""
+    if ends is not None and a_NK.device.type == "cpu":
+        spans = [slice(*span) for span in pairwise((0, *ends.tolist()))]
+        parts = zip((a_NK[span] for span in spans), b_OK, (a_scale_N1[span] for span in spans), b_scale_O1, strict=True)
+        return torch.cat([_multiply(*part, dtype) for part in parts])
     if a_NK.device.type == "cpu":
         return (F.linear(a_NK.float(), b_OK.float()) * a_scale_N1 * b_scale_O1.t()).to(dtype)
-    out = F.scaled_mm(a_NK, b_OK.t(), a_scale_N1, _ROW_WISE, b_scale_O1.t(), _ROW_WISE, output_dtype=torch.bfloat16)
-    return out.to(dtype)  # cards have bf16 only
+    wide = torch.bfloat16  # cards have no other
+    if ends is not None:
+        scales = a_scale_N1.squeeze(-1), b_scale_O1.squeeze(-1)
+        return scaled_grouped_mm(a_NK, b_OK.mT, *scales, offs=ends, out_dtype=wide).to(dtype)
+    out = F.scaled_mm(a_NK, b_OK.t(), a_scale_N1, _ROW_WISE, b_scale_O1.t(), _ROW_WISE, output_dtype=wide)
+    return out.to(dtype)
 
 
 class _Product(torch.autograd.Function):
     """x · Wᵀ. `rows`, `scales`, `columns`: the matrix in e4m3 `[O, C]`, its scales `[O, 1]`, and
-    its transpose `[C, O]`; made here if they are None."""
+    its transpose `[C, O]`; made here if they are None. `ends`: where each expert's rows end, int32
+    `[E]`; then these are of stacks. `cast`: `rows_in_fp8`, or the same as one kernel."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, rows: Tensor | None, scales: Tensor | None, columns: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        rows: Tensor | None,
+        scales: Tensor | None,
+        columns: Tensor | None,
+        ends: Tensor | None,
+        cast: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Returns the product `[..., O]` of x `[..., C]`."""
         trained = weight is not None and weight.requires_grad
-        ctx.save_for_backward(x if trained else None, weight if rows is None else None, rows, scales, columns)
+        ctx.save_for_backward(x if trained else None, weight if rows is None else None, rows, scales, columns, ends)
+        ctx.cast, ctx.transposed = cast, weight is not None and is_transposed(weight)
         if rows is None or scales is None:
             assert weight is not None
-            rows, scales = rows_in_fp8(weight)
-        x_NC, x_scales = rows_in_fp8(x.reshape(-1, x.shape[-1]))
-        return _multiply(x_NC, rows, x_scales, scales, x.dtype).view(*x.shape[:-1], -1)
+            rows, scales = rows_in_fp8(weight.contiguous())
+        x_NC, x_scales = cast(x.reshape(-1, x.shape[-1]))
+        return _multiply(x_NC, rows, x_scales, scales, x.dtype, ends).view(*x.shape[:-1], rows.shape[-2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of x `[..., C]` and of the matrix `[O, C]`."""
-        x, weight, rows, scales, columns = ctx.saved_tensors
+        x, weight, rows, scales, columns, ends = ctx.saved_tensors
         grad_NO, x_grad, weight_grad = grad.reshape(-1, grad.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
             if rows is None:
-                rows, scales = rows_in_fp8(weight)
+                rows, scales = rows_in_fp8(weight.contiguous())
             if columns is None:
-                columns = rows.t().contiguous()
-            fp8_NO, row_scales = rows_in_fp8(grad_NO.float() * scales.t())
-            ones_C1 = torch.ones(len(columns), 1, dtype=torch.float32, device=grad.device)
-            x_grad = _multiply(fp8_NO, columns, row_scales, ones_C1, grad.dtype).view(*grad.shape[:-1], -1)
-        if x is not None:
+                columns = rows.mT.contiguous()
+            factors, experts_N = scales.mT, None
+            if ends is not None:
+                ordered_N = torch.arange(len(grad_NO), dtype=ends.dtype, device=grad.device)
+                factors, experts_N = scales.squeeze(-1), torch.searchsorted(ends, ordered_N, right=True)
+            fp8_NO, row_scales = ctx.cast(grad_NO, factors, experts_N)
+            ones = torch.ones(*columns.shape[:-1], 1, dtype=torch.float32, device=grad.device)
+            x_grad = _multiply(fp8_NO, columns, row_scales, ones, grad.dtype, ends).view(
+                *grad.shape[:-1], columns.shape[-2]
+            )
+        if x is not None and ends is not None:
+            weight_grad = stack_gradient(x, grad_NO, ends_E=ends, transposed=ctx.transposed)
+        elif x is not None:
             weight_grad = grad_NO.t() @ x.reshape(-1, x.shape[-1])
-        return x_grad, weight_grad, None, None, None
+        return x_grad, weight_grad, None, None, None, None, None
 
 
 def frozen_product(x: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
     """Returns x · Wᵀ `[..., O]` of x `[..., C]` and a frozen matrix in e4m3 `[O, C]` with scales
     `[O, 1]`."""
-    return _Product.apply(x, None, rows, scales, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _Product.apply(x, None, rows, scales, None, None, rows_in_fp8)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class InFp8:
+    """The matrix of one expert, or the same matrix of all experts that a rank holds. `weight`: `[O,
+    C]` or `[E, O, C]`. The rest is as in `_Product`."""
+
+    weight: Tensor
+    rows: Tensor | None
+    scales: Tensor | None
+    columns: Tensor | None
+    cast: Callable[..., tuple[Tensor, Tensor]]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def unbind(self) -> list[InFp8]:
+        """Returns the experts, one by one."""
+        forms = (repeat(None) if part is None else part.unbind() for part in (self.rows, self.scales, self.columns))
+        parts = zip(self.weight.unbind(), *forms, strict=False)
+        return [InFp8(weight, rows, scales, columns, self.cast) for weight, rows, scales, columns in parts]
+
+    def product(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """Multiplies rows `[N, C]` by the matrix, or by those of their experts: `[N, O]`."""
+        if ends_E is None:
+            return linear(x, self.weight, None, self._times)
+        return grouped_linear(x, self.weight, ends_E, self._times)
+
+    def _times(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
+        return _Product.apply(x, weight, self.rows, self.scales, self.columns, ends, self.cast)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Fp8Matrix(nn.Module):
-    """The fp8 form of a layer's matrix, as `Projection.fp8`. `kept`: it is made once a step, and
-    kept for the step; else in each product, as the matrix itself is gathered for each."""
+    """The fp8 form of a layer's matrix, as `Projection.fp8`, or of a stack of experts', in
+    `ExpertStacks.fp8`. `kept`: it is made once a step, and kept for the step; else in each product,
+    as the matrix itself is gathered for each. `cast`: of a stack's rows, as in `_Product`."""
 
-    def __init__(self, weight: Tensor, *, kept: bool) -> None:
+    def __init__(self, weight: Tensor, *, kept: bool, cast: Callable[..., tuple[Tensor, Tensor]] = rows_in_fp8) -> None:
         super().__init__()
-        rows, columns = weight.shape
+        *experts, rows, columns = weight.shape
         empty = partial(torch.empty, device=weight.device)
-        self.due = kept
-        self.register_buffer("rows", empty(rows, columns, dtype=E4M3) if kept else None, persistent=False)
-        self.register_buffer("scales", empty(rows, 1, dtype=torch.float32) if kept else None, persistent=False)
-        self.register_buffer("columns", empty(columns, rows, dtype=E4M3) if kept else None, persistent=False)
+        self.due, self.cast = kept, cast
+        self.register_buffer("rows", empty(*experts, rows, columns, dtype=E4M3) if kept else None, persistent=False)
+        scales = empty(*experts, rows, 1, dtype=torch.float32) if kept else None
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("columns", empty(*experts, columns, rows, dtype=E4M3) if kept else None, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x · Wᵀ + b, `[..., O]`, of `[..., C]`, `[O, C]` and `[O]`."""
-        out: Tensor = _Product.apply(x, weight, self.rows, self.scales, self.columns)  # type: ignore[no-untyped-call]
+        form = self.rows, self.scales, self.columns
+        out: Tensor = _Product.apply(x, weight, *form, None, rows_in_fp8)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
+
+    def stack(self, weight: Tensor) -> InFp8:
+        """Returns the step's matrices of experts `[E, O, C]` with their fp8 form."""
+        self.take(weight)
+        return InFp8(weight, self.rows, self.scales, self.columns, self.cast)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Makes the fp8 form of the step's weights `[O, C]`, once."""
+        """Makes the fp8 form of the step's weights `[..., O, C]`, once."""
         if self.due:
             rows, scales = rows_in_fp8(weight)
             self.rows.copy_(rows)  # type: ignore[operator]
             self.scales.copy_(scales)  # type: ignore[operator]
-            self.columns.copy_(rows.t())  # type: ignore[operator]
+            self.columns.copy_(rows.mT)  # type: ignore[operator]
             self.due = False
 
 
@@ -141,6 +226,12 @@ def compute_in_fp8(stage: nn.Module, job: Job, *, kept: bool) -> None:
             raise RayppError(f"{what}multiples of {FP8_WIDTH}", "use train.precision bf16")
         for part in parts:
             part.fp8 = Fp8Matrix(part.weight, kept=kept)  # type: ignore[arg-type]
+        for stack in experts_in_fp8(job, int(index)):
+            inside, _, name = stack.name.rpartition(".")
+            experts, cast = block.get_submodule(inside), fused_rows() if job.train.compiles else rows_in_fp8
+            weight = held(experts.get_parameter(name))
+            form = Fp8Matrix(weight.mT if stack.transposed else weight, kept=kept, cast=cast)
+            experts.fp8 = nn.ModuleDict({**(experts.fp8 or {}), name: form})  # type: ignore[dict-item]
         if kept:  # FSDP puts its hook, which gathers the weights, before this one
             block.register_forward_pre_hook(partial(_take_weights, parts))
 

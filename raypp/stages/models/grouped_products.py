@@ -13,11 +13,17 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from raypp.stages.models import fused
 
 OPERATOR = "raypp::grouped_product"
 """The operator of the kernel of Triton, as selective checkpointing sees it."""
+
+
+def held(parameter: Tensor) -> Tensor:
+    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def torch_groups(device: torch.device) -> bool:

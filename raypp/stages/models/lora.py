@@ -24,6 +24,7 @@ from raypp.job.models import DecoderOptions, LoraOptions
 from raypp.job.precision import DTYPES
 from raypp.stages.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.fp8 import InFp8
 from raypp.stages.models.products import Projection, grouped_linear, linear
 from raypp.stages.models.quantised import Quantised, quantise_layer, store_rest, torch_dtype
 
@@ -136,13 +137,13 @@ class Adapted:
     """The matrix of one expert and its adapter, or a stack of them. `weight`: `[out, in]`, or `[E,
     out, in]`. `a`: `[r, in]`, or `[E, r, in]`. `b`: `[out, r]`, or `[E, out, r]`. `scale`: s."""
 
-    weight: Tensor | Quantised
+    weight: Tensor | Quantised | InFp8
     a: Tensor
     b: Tensor
     scale: float
 
 
-Matrix = Tensor | Quantised | Adapted
+Matrix = Tensor | Quantised | InFp8 | Adapted
 """The matrix of one expert, `[out, in]`."""
 Stack = Matrix
 """The matrices of all experts, `[E, out, in]`."""
@@ -152,7 +153,7 @@ def unbound(stack: Stack) -> Sequence[Matrix]:
     """Returns the matrices of a stack, expert by expert."""
     if not isinstance(stack, Adapted):
         return stack.unbind()
-    weights: Sequence[Tensor | Quantised] = stack.weight.unbind()
+    weights: Sequence[Tensor | Quantised | InFp8] = stack.weight.unbind()
     parts = zip(weights, stack.a.unbind(), stack.b.unbind(), strict=True)
     return [Adapted(weight, a, b, stack.scale) for weight, a, b in parts]
 
@@ -161,7 +162,7 @@ def product(x: Tensor, matrix: Matrix) -> Tensor:
     """Multiplies rows `[n, in]` by an expert's matrix: `[n, out]`."""
     if isinstance(matrix, Tensor):
         return linear(x, matrix)
-    if isinstance(matrix, Quantised):
+    if isinstance(matrix, Quantised | InFp8):
         return matrix.product(x)
     return product(x, matrix.weight) + linear(linear(x, matrix.a), matrix.b) * matrix.scale
 
@@ -171,7 +172,7 @@ def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
     sorted by expert, in bf16. `ends_E`: where each expert's rows end, int32 `[E]`."""
     if isinstance(stack, Tensor):
         return grouped_linear(rows, stack, ends_E)
-    if isinstance(stack, Quantised):
+    if isinstance(stack, Quantised | InFp8):
         return stack.product(rows, ends_E)
     low = grouped_product(rows, stack.a, ends_E)
     return grouped_product(rows, stack.weight, ends_E) + grouped_product(low, stack.b, ends_E) * stack.scale

@@ -122,25 +122,25 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[.
     if not _comes_later(weight):
         return multiply(x, weight, bias)
     out = multiply(x, weight.detach(), None if bias is None else bias.detach())
-    return _apart(out, x, weight, bias, partial(_of_matrix, transposed=_transposed(weight)))
+    return _apart(out, x, weight, bias, partial(_of_matrix, transposed=is_transposed(weight)))
 
 
-def _transposed(weight: Tensor) -> bool:
-    """Whether a matrix, or a stack of them, `[..., O, C]` lies in memory as `[..., C, O]`."""
+def is_transposed(weight: Tensor) -> bool:
+    """Returns whether matrices `[..., O, C]` lie in memory as `[..., C, O]`."""
     return weight.stride(-1) != 1 and weight.stride(-2) == 1
 
 
-def grouped_linear(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiplies rows `[N, C]`, sorted by expert, by their experts' matrices: `[N, O]`, in bf16.
-    `stack`: the matrices, `[E, O, C]`."""
-    return product(partial(_grouped, stack=stack, ends_E=ends_E), rows)
+def grouped_linear(rows: Tensor, stack: Tensor, ends_E: Tensor, multiply: Callable[..., Tensor] = grouped_mm) -> Tensor:
+    """Multiplies rows `[N, C]`, sorted by expert, by their experts' matrices: `[N, O]`, in bf16, as
+    `multiply` does. `stack`: the matrices, `[E, O, C]`."""
+    return product(partial(_grouped, stack=stack, ends_E=ends_E, multiply=multiply), rows)
 
 
-def _grouped(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
+def _grouped(rows: Tensor, stack: Tensor, ends_E: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
     if not _comes_later(stack):
-        return grouped_mm(rows, _without_rows_zero(stack, ends_E), ends_E)
-    out = grouped_mm(rows, stack.detach(), ends_E)
-    return _apart(out, rows, stack, None, partial(_of_stack, ends_E=ends_E, transposed=_transposed(stack)))
+        return multiply(rows, _without_rows_zero(stack, ends_E), ends_E)
+    out = multiply(rows, stack.detach(), ends_E)
+    return _apart(out, rows, stack, None, partial(stack_gradient, ends_E=ends_E, transposed=is_transposed(stack)))
 
 
 def _apart(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Callable[..., Tensor]) -> Tensor:
@@ -195,7 +195,7 @@ def _of_rows(tokens: Tensor, grad: Tensor, *, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def _of_stack(rows: Tensor, grad: Tensor, *, ends_E: Tensor, transposed: bool) -> Tensor:
+def stack_gradient(rows: Tensor, grad: Tensor, *, ends_E: Tensor, transposed: bool) -> Tensor:
     """Returns the gradient `[E, O, C]`, of rows `[N, C]` and gradients `[N, O]`."""
     grad = grad.contiguous()
     one, other = (rows, grad) if transposed else (grad, rows)

@@ -43,6 +43,7 @@ from raypp.stages.parallel.shard import sharded_like
 from raypp.torch_private import (
     ATTENTION_OPERATORS,
     GROUPED_MM_OPERATOR,
+    SCALED_GROUPED_MM_OPERATOR,
     SCALED_MM_OPERATOR,
     allocate,
     integer_weights,
@@ -222,7 +223,8 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
 # Activation checkpointing: which intermediate results of a block are kept for the backward.
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", SCALED_MM_OPERATOR)
-_MATRIX_PRODUCTS = frozenset((*_PRODUCTS, GROUPED_MM_OPERATOR, grouped_products.OPERATOR))
+_GROUPED = (GROUPED_MM_OPERATOR, SCALED_GROUPED_MM_OPERATOR, grouped_products.OPERATOR)
+_MATRIX_PRODUCTS = frozenset((*_PRODUCTS, *_GROUPED))
 _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 

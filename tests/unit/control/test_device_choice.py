@@ -148,6 +148,10 @@ def test_a_plan_refuses_bf16_on_a_card_without_it_and_says_that_fp16_is_not_need
             JobError, match=r"train.precision: a t4 has compute capability 7.5; bf16(_pure)? needs 8.0 or newer"
         ):
             plan(job(train={"precision": precision}), device="T4")
+    grouped = job(model={"kind": "qwen3_moe"}, train={"precision": "fp8", "fp8": {"experts": True}})
+    with pytest.raises(JobError, match=r"train.fp8.experts: true, but a l40s has no products"):
+        plan(grouped, device="l40s")
+    assert plan(grouped, device="h200")
     fp16 = job(train={"precision": "fp16"})
     said = {card: "no loss scale" in "".join(plan(fp16, device=card).remarks) for card in ("t4", "h100", None)}
     assert said == {"t4": False, "h100": True, None: False}

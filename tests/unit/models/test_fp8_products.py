@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.errors import RayppError
-from raypp.job.fp8 import matrices_in_fp8
+from raypp.job.fp8 import experts_in_fp8, matrices_in_fp8, sizes_in_fp8
 from raypp.job.load import parse_job
 from raypp.stages.models.fp8 import Fp8Matrix, compute_in_fp8, kept_matrices, rows_in_fp8
 from raypp.stages.models.products import Projection
@@ -89,6 +89,26 @@ def test_the_compiler_sees_all_of_a_product_and_changes_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_all_experts_at_once_give_the_bits_of_one_after_the_other(transposed: bool, kept: bool) -> None:
+    counts, found = [5, 0, 4, 3], []
+    for at_once in (True, False):
+        x, weight = random(12, 64).requires_grad_(), random(4, 48, 64, seed=1)
+        stored = (weight.mT.contiguous() if transposed else weight).requires_grad_()
+        matrices = stored.mT if transposed else stored
+        stack = Fp8Matrix(matrices, kept=kept).stack(matrices)
+        if at_once:
+            out = stack.product(x, torch.tensor(counts).cumsum(0).to(torch.int32))
+        else:
+            experts = zip(x.split(counts), stack.unbind(), strict=True)
+            out = torch.cat([one.product(rows) for rows, one in experts])
+        out.backward(random(12, 48, seed=2))
+        found.append((out, x.grad, stored.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not found[0][2][1].any() and not torch.equal(found[0][0][:5], random(12, 64)[:5] @ weight[0].t())
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_operator_of_cards_takes_these_layouts(kept: bool) -> None:
     """torch checks shapes, strides and scales without a card."""
@@ -96,31 +116,36 @@ def test_the_operator_of_cards_takes_these_layouts(kept: bool) -> None:
     out = product(weight.requires_grad_(), kept=kept)(x.requires_grad_(), weight)
     out.sum().backward()
     assert out.shape == (2, 5, 48) and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    stack = torch.empty(4, 48, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    out = Fp8Matrix(stack, kept=kept).stack(stack).product(x.flatten(0, 1), ends)
+    out.sum().backward()
+    assert out.shape == (10, 48) and stack.grad.shape == stack.shape
     base = QuantisedLinear(64, 48, "fp8")(x.float())
     base.sum().backward()
-    assert base.shape == out.shape and base.dtype == torch.float32
+    assert base.shape == (2, 5, 48) and base.dtype == torch.float32
 
 
 JOB = {"name": "eight", "data": {"kind": "synthetic", "seq_len": 16}, "mesh": {"pp": 1}, "train": {"precision": "fp8"}}
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 48, "vocab_size": 31}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_5"])
-def test_matrices_of_inner_layers_are_in_fp8_and_routers_experts_ends_are_not(kind: str) -> None:
-    job = parse_job(
-        {
-            **JOB,
-            "model": {"kind": kind, **SIZES, **({"num_experts": 4} if kind in ("qwen3_moe", "deepseek_v3") else {})},
-        }
-    )
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5"])
+def test_matrices_of_inner_layers_are_in_fp8_and_routers_and_ends_are_not(kind: str, experts: bool) -> None:
+    moe = {"num_experts": 4, "expert_ffn_size": 16} if kind in ("qwen3_moe", "deepseek_v3", "gpt_oss") else {}
+    train = {"precision": "fp8", "fp8": {"experts": experts}}
+    job = parse_job({**JOB, "train": train, "model": {"kind": kind, **SIZES, **moe}})
     stage = build_stage(job.model, range(4), first=True, last=True)
     compute_in_fp8(stage, job, kept=True)
-    found = {name.removesuffix(".fp8") for name, part in stage.named_modules() if isinstance(part, Fp8Matrix)}
-    expected = {
-        f"model.layers.{i}.{one.name}".removesuffix(".weight") for i in (1, 2) for one in matrices_in_fp8(job, i)
-    }
-    assert found == expected and len(list(kept_matrices(stage))) == len(expected) > 0
-    elsewhere = (".experts.", "lm_head", "embed", "layers.0", "layers.3", "in_proj_a", "in_proj_b")
+    forms = {name: part for name, part in stage.named_modules() if isinstance(part, Fp8Matrix)}
+    found = {name.replace(".fp8", "") for name in forms}
+    weights = [(i, one) for i in (1, 2) for one in matrices_in_fp8(job, i) + experts_in_fp8(job, i)]
+    assert found == {f"model.layers.{i}.{one.name}".removesuffix(".weight") for i, one in weights}
+    assert len(list(kept_matrices(stage))) == len(weights) > 0
+    kept, sizes = sum(one.rows.numel() for one in forms.values()), sizes_in_fp8(job, range(4))
+    assert kept == sizes.dense + sizes.experts and any(".experts." in name for name in found) == bool(experts and moe)
+    elsewhere = ("lm_head", "embed", "layers.0", "layers.3", "in_proj_a", "in_proj_b", "router")
     assert not any(word in name for name in found for word in elsewhere)
     assert not any(name.endswith(".gate") for name in found)
 

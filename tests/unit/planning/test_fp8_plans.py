@@ -26,6 +26,8 @@ def job_of(precision: str = "fp8", *, lora: dict[str, Any] | None = None, **sect
 
 
 ODD = {"model": {"ffn_size": 14340}}
+EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1536}
+STACKS = 8 * 3 * 4096 * 1536
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,17 @@ ODD = {"model": {"ffn_size": 14340}}
         ("train.precision", "is 14340 × 4096 | make 14340 a multiple of 16", ODD),
         ("train.fp8.bf16_layers", "none of 8 layers in fp8 | at most 3", {"train": {"fp8": {"bf16_layers": 4}}}),
         ("train.precision", "base nf4 has them all | use bf16, or model.lora.base fp8", {"lora": {"base": "nf4"}}),
+        ("train.fp8.experts", "the model has no experts | leave it out", {"train": {"fp8": {"experts": True}}}),
+        (
+            "train.precision",
+            "experts.gate_proj is 8 × 1540 × 4096 | make 1540 a multiple of 16",
+            {"model": {**EXPERTS, "expert_ffn_size": 1540}, "train": {"fp8": {"experts": True}}},
+        ),
+        (
+            "train.fp8.experts",
+            "precision is fp8, model.lora.base fp8 | without such a base",
+            {"model": EXPERTS, "lora": {"base": "fp8"}, "train": {"fp8": {"experts": True}}},
+        ),
         ("model.lora.base", "is 14340 × 4096 | use int8", {**ODD, "lora": {"base": "fp8"}}),
     ],
 )
@@ -45,12 +58,28 @@ def test_what_stands_against_fp8_is_named_with_its_key(key: str, words: str, sec
 
 
 def test_a_rank_keeps_two_bytes_for_each_weight_in_fp8_unless_weights_are_freed() -> None:
-    def weights(precision: str, **mesh: Any) -> list[int]:
-        return [one.weights for one in rank_memories(job_of(precision, mesh={"pp": 2, **mesh}), "cuda")]
+    def weights(precision: str, kind: str = "llama", **mesh: Any) -> list[int]:
+        job = job_of(precision, model={"kind": kind}, mesh={"pp": 2, **mesh})
+        return [one.weights for one in rank_memories(job, "cuda")]
 
     more = [fp8 - bf16 for fp8, bf16 in zip(weights("fp8"), weights("bf16"), strict=True)]
     assert more == [2 * 3 * MATRICES] * 2  # of four layers, one is beside an end
     assert weights("fp8", reshard_after_forward=True) == weights("bf16", reshard_after_forward=True)
+    norms = 2 * 3 * 2 * 4096  # of an own model all of a layer counts
+    assert [more - norms for more in weights("fp8", kind="own_models:tiny")] == weights("fp8")
+
+
+def test_experts_in_fp8_are_kept_by_their_ranks_and_cost_less_time() -> None:
+    def job(experts: bool, **mesh: Any) -> Job:
+        return job_of(model=EXPERTS, train={"fp8": {"experts": experts}}, mesh={"pp": 2, **mesh})
+
+    def more(**mesh: Any) -> list[int]:
+        plain, fp8 = (rank_memories(job(experts, **mesh), "cuda") for experts in (False, True))
+        return [two.weights - one.weights for one, two in zip(plain, fp8, strict=True)]
+
+    assert more() == [2 * 3 * STACKS] * 2 and more(fsdp=2, ep=2) == [2 * 3 * STACKS // 2] * 2
+    plain, fp8 = (computed_costs(job(experts), DEVICES["h100"]).layer for experts in (False, True))
+    assert fp8.forward < plain.forward and fp8.backward < plain.backward
 
 
 def test_products_in_fp8_are_faster_on_cards_that_have_them() -> None:
@@ -61,7 +90,11 @@ def test_products_in_fp8_are_faster_on_cards_that_have_them() -> None:
     for card in ("h100", "rtx4090"):
         assert 1.1 < layer(card, "bf16") / layer(card, "fp8") < 1.4
         assert 1.3 < layer(card, "bf16", base="bf16") / layer(card, "bf16", base="fp8") < 1.8
-    job, machines = job_of("bf16", mesh={"pp": 1}), Machines.alike(1, 1, None)
-    for card, tells in (("h100", True), ("a100-80", False)):
-        tips = advice(job, machines, DEVICES[card], forecast(job, machines, DEVICES[card]), kind="cuda")
-        assert ("train.precision fp8 (changes the numbers)" in dict(tips)) == tells
+    machines, grouped = Machines.alike(1, 1, None), job_of(model=EXPERTS, mesh={"pp": 1})
+    for job, key, cards in (
+        (job_of("bf16", mesh={"pp": 1}), "train.precision fp8", ("h100", "rtx4090")),
+        (grouped, "train.fp8.experts true", ("h100",)),
+    ):
+        for card in ("h100", "rtx4090", "a100-80"):
+            tips = advice(job, machines, DEVICES[card], forecast(job, machines, DEVICES[card]), kind="cuda")
+            assert (f"{key} (changes the numbers)" in dict(tips)) == (card in cards), card

@@ -65,6 +65,10 @@ def test_a_card_without_products_in_fp8_is_named_by_what_needs_them() -> None:
         (problem,) = device_problems(fp8, seat, 2, a100)
         assert problem.key == key and "has compute capability 8.0" in problem.fault and "8.9 or newer" in problem.fault
         assert device_problems(fp8, seat, 2, H100) == []
+    experts = job(model={"kind": "qwen3_moe"}, train={"precision": "fp8", "fp8": {"experts": True}})
+    (problem,) = device_problems(experts, seat, 2, Card("NVIDIA L40S", (8, 9), 46 * GIB))
+    assert problem.key == "train.fp8.experts" and "capability 8.9" in problem.fault and "9.0" in problem.fault
+    assert device_problems(experts, seat, 2, H100) == []
 
 
 def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> None:
