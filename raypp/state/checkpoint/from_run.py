@@ -7,7 +7,9 @@ from typing import Any
 
 from raypp.errors import JobError, Problem
 from raypp.job.job_file import JobFile
+from raypp.job.known_families import family_of
 from raypp.job.load import parse_job
+from raypp.job.models import DecoderOptions
 from raypp.state.checkpoint.commit import list_checkpoints
 from raypp.state.checkpoint.known_jobs import read_job
 from raypp.state.checkpoint.layout import split_location
@@ -37,9 +39,24 @@ def with_run_model(file: JobFile) -> JobFile:
         fault, fix = f"{visible(run)} is of kind {visible(old['kind'])}, not {model.kind}", "leave out model.kind"
     if fault:
         raise JobError(file.locate(Problem(_KEY, fault, fix)))
-    taken = old | {"from_hf": None} | model.model_dump(mode="json", include=model.model_fields_set)
-    job = parse_job({"name": run, "model": taken})
+    given = model.model_dump(mode="json", include=model.model_fields_set)
+    job, before = (parse_job({"name": run, "model": old | {"from_hf": None} | keys}) for keys in (given, {}))
+    wanted, held = _shapes(job.model), _shapes(before.model)
+    if wrong := [name for name in held | wanted if held.get(name) != wanted.get(name)]:
+        shapes = (" × ".join(map(str, shapes.get(wrong[0], ()))) or "not there" for shapes in (held, wanted))
+        fault = "{} of {} is {}, and with the keys beside it would be {}".format(wrong[0], visible(run), *shapes)
+        keys = ", ".join(f"model.{key}" for key, value in given.items() if key != "from_run" and value != old.get(key))
+        raise JobError(file.locate(Problem(_KEY, fault, f"leave out what changes it of {keys}")))
     return replace(file, job=file.job.model_copy(update={"model": job.model}))
+
+
+def _shapes(options: DecoderOptions) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's weights by global name, and its numbers of heads; of a user's
+    own model none."""
+    if (family := family_of(options)) is None:
+        return {}
+    heads = {"num_heads": (options.num_heads,), "num_kv_heads": (options.num_kv_heads or options.num_heads,)}
+    return heads | {name: weight.shape for name, weight in family.model_weights(options).items()}
 
 
 def first_run(location: str) -> tuple[ObjectStore, str, int | None]:
