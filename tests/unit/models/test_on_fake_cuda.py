@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raypp.job.known_families import FAMILIES
 from raypp.job.models import DecoderOptions
-from raypp.stages.models import layers
+from raypp.stages.models import delta_rule, latent_attention, layers, shared_keys
 from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.experts import can_group
@@ -58,6 +58,8 @@ def stage_of(options: DecoderOptions, layers: range, **ends: bool) -> nn.Module:
             dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
             made = torch.empty(parameter.shape, dtype=dtype, device=CUDA)
             setattr(module, name, nn.Parameter(made, parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, on_cuda(buffer))
     return stage
 
 
@@ -112,7 +114,7 @@ COMPILED = [*((kind, {}) for kind in FAMILIES), *(case for case in QUANTISED if 
 def test_each_block_compiles_to_one_graph_for_all_lengths(
     monkeypatch: pytest.MonkeyPatch, kind: str, changed: dict[str, Any]
 ) -> None:
-    """But for attention and experts, which the compiler leaves alone."""
+    """But for attention, the delta rule and experts, which the compiler leaves alone."""
     compile_, compiled = torch.compile, []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -123,7 +125,15 @@ def test_each_block_compiles_to_one_graph_for_all_lengths(
         return compile_(function, backend=counting, fullgraph=True, **options)
 
     monkeypatch.setattr(torch, "compile", whole)
-    monkeypatch.setattr(layers, "packed_attention", lambda q_SHD, *_: q_SHD.clone())
+    for module in (layers, latent_attention, shared_keys):
+        monkeypatch.setattr(module, "packed_attention", lambda q_SHD, *_: q_SHD.clone())
+    monkeypatch.setattr(
+        delta_rule,
+        "mixed_by_rule",
+        lambda mixed_SC, decay_SH, _beta, _weight, rule, *_: mixed_SC.new_zeros(
+            len(mixed_SC), rule.value_heads, rule.value_dim
+        ),
+    )
     monkeypatch.setattr(MixtureOfExperts, "forward", lambda self, x_BTC, labelled_BT: x_BTC.clone())
     torch.compiler.reset()
     sizes = {name: value for name, value in changed.items() if name in FAMILIES[kind].options.model_fields}
