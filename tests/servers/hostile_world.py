@@ -7,8 +7,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -179,10 +179,32 @@ def json_commands(text: str) -> list[list[str]]:
     ]  # fmt: skip
 
 
+Respond = Callable[[str, str, bytes], tuple[int, bytes]]
+"""The status and body of an answer to method, path and body; status 0 hangs up."""
+
+
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serves HTTP on loopback with a handler of requests; yields the URL."""
-    served = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def answering(respond: Respond) -> Iterator[str]:
+    """Serves HTTP on loopback; yields the URL."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, data = respond(
+                self.command, self.path, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            )
+            self.close_connection = True
+            if status:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(b"" if self.command == "HEAD" else data)
+
+        do_POST = do_PUT = do_DELETE = do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     thread = Thread(target=served.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -193,27 +215,11 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         thread.join()
 
 
-@contextmanager
-def server(body: bytes, status: int = 200, paths: Sequence[tuple[str, bytes]] = ()) -> Iterator[str]:
+def server(body: bytes, status: int = 200, paths: Sequence[tuple[str, bytes]] = ()) -> AbstractContextManager[str]:
     """Answers requests with these bytes, or with those of the first path prefix; yields the URL."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = next((data for prefix, data in paths if self.path.startswith(prefix)), None)
-            self.send_response(status if found is None else 200)
-            data = body if found is None else found
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data)
-
-        do_POST = do_PUT = do_DELETE = do_HEAD = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with serving(Answer) as url:
-        yield url
+    return answering(
+        lambda _, path, __: next(((200, data) for begin, data in paths if path.startswith(begin)), (status, body))
+    )
 
 
 def _joined(*names: str) -> str:

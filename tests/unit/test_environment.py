@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import hostile_world as hostile
 import pytest
 
 from raypp import environment
@@ -71,25 +70,11 @@ def test_what_a_node_lacks_is_named_together(monkeypatch: pytest.MonkeyPatch) ->
 def dashboard(answers: dict[str, Any]) -> Iterator[Dashboard]:
     """Serves these answers as a dashboard would; 404 for other paths."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = self.path in answers
-            self.send_response(200 if found else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(answers.get(self.path)).encode())
+    def respond(_: str, path: str, __: bytes) -> tuple[int, bytes]:
+        return 200 if path in answers else 404, json.dumps(answers.get(path)).encode()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield Dashboard(f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with hostile.answering(respond) as url:
+        yield Dashboard(url)
 
 
 def of_cluster(ray: str, python: str | None) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 
 from raypp.api import submission
 from raypp.api.checked_job import checked
-from raypp.api.submission import JobWatch
+from raypp.api.submission import JobWatch, Prepared
 from raypp.cli import run_commands
 from raypp.cli.output import say
 from raypp.control.client import facts_of, submit_run
@@ -31,7 +30,8 @@ from raypp.control.clusters.known_runs import RunPlace
 from raypp.control.find_run import find_run, follow, present_status
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.errors import JobError, Problem, UnreachableError
-from raypp.job.job_file import load_job
+from raypp.job.job import Job
+from raypp.job.job_file import JobFile, load_job
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import ON_CPUS
 from raypp.records import RunState
@@ -40,7 +40,7 @@ from raypp.state.checkpoint.run_spec import RunEnd, read_spec, write_spec
 from raypp.state.run_records.json_lines import document
 from raypp.state.run_records.reader import RunReader
 from raypp.state.run_records.status import RunStatus
-from raypp.storage import StoreError
+from raypp.storage import ObjectStore, StoreError
 from raypp.storage.directory import DirectoryStore
 
 
@@ -64,21 +64,15 @@ class _AtUpload(Dashboard):
 
 @pytest.fixture
 def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
-    path = tmp_path / "job.yaml"
-    path.write_text("name: mine\ndata: {kind: synthetic}\n")
-
     def start(at_upload: Callable[[], None], accepts: bool = False, url: str = "http://127.0.0.1:1") -> RunPlace:
         dashboard = _AtUpload(at_upload, accepts, url)
         cluster = Cluster(dashboard.url, dashboard)
-        return submission.start(submission.Prepared(load_job(path), store, cluster, False, ON_CPUS, {}), say)
+        return submission.start(Prepared(load_job(job_file(tmp_path)), store, cluster, False, ON_CPUS, {}), say)
 
     return start
 
 
 def test_the_controller_gets_the_memory_of_the_smallest_gpu(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("name: mine\ndata: {kind: synthetic}\n")
-
     class Gpus(_AtUpload):
         request: dict[str, Any]
 
@@ -95,7 +89,7 @@ def test_the_controller_gets_the_memory_of_the_smallest_gpu(tmp_path: Path) -> N
 
     dashboard = Gpus(lambda: None, True, "http://127.0.0.1:1")
     facts = facts_of("cuda", dashboard.nodes())
-    submit_run(load_job(path).job, Cluster(dashboard.url, dashboard), "file:///store", facts=facts)
+    submit_run(load_job(job_file(tmp_path)).job, Cluster(dashboard.url, dashboard), "file:///store", facts=facts)
     assert RunRequest(**dashboard.request).facts["memory"] == 24 << 30
 
 
@@ -121,28 +115,14 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
     assert list(store.list("")) == []
 
 
-@contextmanager
-def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0) -> Iterator[str]:
+def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0) -> AbstractContextManager[str]:
     """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL."""
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.close_connection = True
-            if status:
-                self.send_error(status)
+    def respond(method: str, path: str, _: bytes) -> tuple[int, bytes]:
+        known = path.removeprefix("/api/jobs/").rsplit("-", 3)[0] in jobs
+        return (status, b"") if method == "POST" else (later or (200 if known else 404), b"{}")
 
-        def do_GET(self) -> None:
-            known = self.path.removeprefix("/api/jobs/").rsplit("-", 3)[0] in jobs
-            self.send_response(later or (200 if known else 404))
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with hostile.serving(Answer) as url:
-        yield url
+    return hostile.answering(respond)
 
 
 @pytest.mark.parametrize("status", [0, 502, 503, 504])
@@ -196,9 +176,7 @@ def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be
 def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
     tmp_path: Path, store: DirectoryStore, steps: int, fits: bool
 ) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("name: mine\ndata: {kind: synthetic}\n")
-    file = load_job(path, [f"train.steps={steps}"])
+    file = load_job(job_file(tmp_path), [f"train.steps={steps}"])
     write_spec(store, "mine", job_document(file.job))
     store.put(commit_key("mine", 20), b"")
     if fits:
@@ -218,6 +196,7 @@ class _Idle(Dashboard):
         return {}
 
 
+@pytest.fixture
 def on_an_idle_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets submissions find a cluster on which nothing runs."""
     cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
@@ -226,58 +205,55 @@ def on_an_idle_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "line_exists", lambda _: False)
 
 
+def job_file(tmp_path: Path, store: ObjectStore | None = None, more: str = "") -> Path:
+    """A file with the job `mine`; with a store, its checkpoints go there."""
+    path, saves = tmp_path / "job.yaml", f"checkpoint: {{url: {store.url}, every_steps: 40}}\n" if store else ""
+    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\n{saves}{more}")
+    return path
+
+
+def decided(asked: JobFile, store: ObjectStore, before: Job | None, word: str) -> tuple[list[str], Prepared]:
+    """Returns what a first submission or a resume reports with a word, and what it decides."""
+    if before:
+        write_spec(store, "mine", job_document(before))
+        store.put(commit_key("mine", 20), b"")
+    reported: list[str] = []
+    prepared = submission.prepare(asked, None, before is not None, reported.append)
+    return [words for words in reported if word in words], prepared
+
+
+@pytest.mark.usefixtures("on_an_idle_cluster")
 @pytest.mark.parametrize(("recorded", "line"), [(None, "fp32 on CPUs"), ("bf16", "bf16, as before")])
 def test_a_submission_decides_precision_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore, recorded: str | None, line: str
+    tmp_path: Path, store: ObjectStore, recorded: str | None, line: str
 ) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
-    asked = load_job(path)
-    if recorded:
-        write_spec(store, "mine", job_document(asked.job.with_precision(recorded)))
-        store.put(commit_key("mine", 20), b"")
-    on_an_idle_cluster(monkeypatch)
-    reported: list[str] = []
-    prepared = submission.prepare(asked, None, recorded is not None, reported.append)
-    assert [words for words in reported if "precision" in words] == [f"train.precision: auto is {line}"]
+    asked = load_job(job_file(tmp_path, store))
+    before = asked.job.with_precision(recorded) if recorded else None
+    reported, prepared = decided(asked, store, before, "precision")
+    assert reported == [f"train.precision: auto is {line}"]
     assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.facts.device == "cpu"
 
 
+@pytest.mark.usefixtures("on_an_idle_cluster")
 @pytest.mark.parametrize(
     ("recorded", "gbps", "line"), [(None, 1.0, "10"), (None, 1e-6, "40"), (20, None, "20, as before")]
 )
 def test_a_submission_decides_the_steps_between_outer_steps_and_a_resume_keeps_them(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    store: DirectoryStore,
-    recorded: int | None,
-    gbps: float | None,
-    line: str,
+    tmp_path: Path, store: ObjectStore, recorded: int | None, gbps: float | None, line: str
 ) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "name: mine\ndata: {kind: synthetic}\nmesh: {dp_replicate: 2}\n"
-        f"checkpoint: {{url: {store.url}, every_steps: 40}}\n"
-        "train: {steps: 200, sync: {kind: outer, every_steps: auto}}\n"
-    )
-    asked = load_job(path, [f"train.sync.link_gbps={gbps}"] if gbps else [])
-    if recorded:
-        write_spec(store, "mine", job_document(asked.job.with_every_steps(recorded)))
-        store.put(commit_key("mine", 20), b"")
-    on_an_idle_cluster(monkeypatch)
-    reported: list[str] = []
-    prepared = submission.prepare(asked, None, recorded is not None, reported.append)
-    assert [words for words in reported if "sync" in words] == [f"train.sync.every_steps: auto is {line}"]
+    outer = "mesh: {dp_replicate: 2}\ntrain: {steps: 200, sync: {kind: outer, every_steps: auto}}\n"
+    asked = load_job(job_file(tmp_path, store, outer), [f"train.sync.link_gbps={gbps}"] if gbps else [])
+    before = asked.job.with_every_steps(recorded) if recorded else None
+    reported, prepared = decided(asked, store, before, "sync")
+    assert reported == [f"train.sync.every_steps: auto is {line}"]
     assert prepared.file.job.train.sync.every_steps == int(line.split(",")[0])
 
 
+@pytest.mark.usefixtures("on_an_idle_cluster")
 def test_a_job_that_does_not_fit_the_device_it_gets_is_refused_at_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore
+    tmp_path: Path, store: ObjectStore
 ) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
-    file = checked(load_job(path, ["train.reduce_dtype=bf16"]))
-    on_an_idle_cluster(monkeypatch)
+    file = checked(load_job(job_file(tmp_path, store), ["train.reduce_dtype=bf16"]))
     with pytest.raises(JobError, match=r"--set train\.reduce_dtype=bf16.*bf16 sums would lose"):
         submission.prepare(file, None, False, lambda words: None)
 
@@ -301,20 +277,15 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
 
 @contextmanager
 def cluster_with(
-    jobs: Sequence[tuple[str, str, str]] = (), controllers: Sequence[tuple[str, str]] = (), status: int = 200
+    jobs: Sequence[tuple[str, str, str]] = (), controllers: Sequence[tuple[str, str]] = ()
 ) -> Iterator[Cluster]:
     """Serves a dashboard that knows these Ray jobs and controllers of runs named `mine`."""
     listed = [
-        {
-            "job_id": job,
-            "submission_id": f"raypp-{job}",
-            "status": state,
-            "metadata": {"raypp_run": "mine", "raypp_url": url},
-        }
+        {"job_id": job, "submission_id": f"raypp-{job}", "status": state,
+         "metadata": {"raypp_run": "mine", "raypp_url": url}}
         for job, url, state in jobs
-    ]
+    ]  # fmt: skip
     actors = [{"state": state, "name": f"raypp/{known_runs.cluster_name(url, 'mine')}"} for state, url in controllers]
-
     node = {"state": "ALIVE", "nodeId": "n", "resourcesTotal": {"CPU": 64}}
     answers: dict[str, Any] = {
         "/api/version": {"ray_version": version("ray")},
@@ -322,21 +293,15 @@ def cluster_with(
         "/nodes": {"data": {"summary": [{"raylet": node}]}},
     }
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            answer = answers.get(path, {})
-            if path == "/api/v0/actors":
-                (name,) = parse_qs(query)["filter_values"]
-                answer = {"data": {"result": {"result": [actor for actor in actors if actor["name"] == name]}}}
-            self.send_response(status if path == "/api/v0/actors" else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+    def respond(_: str, target: str, __: bytes) -> tuple[int, bytes]:
+        path, _, query = target.partition("?")
+        answer = answers.get(path, {})
+        if path == "/api/v0/actors":
+            (name,) = parse_qs(query)["filter_values"]
+            answer = {"data": {"result": {"result": [actor for actor in actors if actor["name"] == name]}}}
+        return 200, json.dumps(answer).encode()
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with hostile.serving(Answer) as url:
+    with hostile.answering(respond) as url:
         yield Cluster(url, Dashboard(url))
 
 
@@ -377,25 +342,23 @@ def test_a_run_of_that_name_in_another_store_is_another_run(store: DirectoryStor
         assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is False
 
 
-def test_a_name_means_the_active_run_or_the_newest_unless_several_are_active(
-    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
-    both = [("01", HERS, "RUNNING"), ("02", store.url, "RUNNING")]
-    with cluster_with(both, [("ALIVE", HERS), ("ALIVE", store.url)]) as cluster:
+def test_a_name_means_the_active_run_or_the_newest_unless_several_are_active(store: DirectoryStore) -> None:
+    def remember(cluster: Cluster) -> None:
         for seconds, url in enumerate((HERS, store.url)):
             known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+
+    both = [("01", HERS, "RUNNING"), ("02", store.url, "RUNNING")]
+    with cluster_with(both, [("ALIVE", HERS), ("ALIVE", store.url)]) as cluster:
+        remember(cluster)
         with pytest.raises(JobError, match=rf"2 runs named 'mine' are active\n.*use {store.url}/mine or {HERS}/mine"):
             known_runs.locate_run("mine")
         assert known_runs.locate_run(f"{HERS}/mine").url == HERS
     for active in (HERS, store.url):
         with cluster_with(controllers=[("ALIVE", active)]) as cluster:
-            for seconds, url in enumerate((HERS, store.url)):
-                known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+            remember(cluster)
             assert known_runs.locate_run("mine").url == active
     with cluster_with() as cluster:
-        for seconds, url in enumerate((HERS, store.url)):
-            known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+        remember(cluster)
         assert known_runs.locate_run("mine").url == store.url
 
 
@@ -408,10 +371,16 @@ def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: Direc
 def test_a_dry_run_prints_one_json_object_on_standard_output(
     store: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
     with cluster_with() as cluster:
-        arguments = [str(path), "--dry-run", "--json", "--address", cluster.address, "--name", "other"]
+        arguments = [
+            str(job_file(tmp_path, store)),
+            "--dry-run",
+            "--json",
+            "--address",
+            cluster.address,
+            "--name",
+            "other",
+        ]
         run_commands.submit_command.main(arguments, standalone_mode=False)
     printed = capsys.readouterr()
     reported = json.loads(printed.out)

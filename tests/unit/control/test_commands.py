@@ -6,10 +6,10 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import hostile_world as hostile
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -162,31 +162,21 @@ def test_a_run_that_nobody_could_lead_has_an_end(tmp_path: Path) -> None:
     assert read is not None and replace(read, time=end.time) == end
 
 
-class Listener(BaseHTTPRequestHandler):
-    got: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200 if self.path == "/key" else 403)
-        self.end_headers()
-
-
 def test_the_end_of_a_run_is_posted_and_failures_are_told() -> None:
-    server = HTTPServer(("127.0.0.1", 0), Listener)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    here, failures = f"http://127.0.0.1:{server.server_port}", []
-    try:
+    got: list[dict[str, Any]] = []
+    failures: list[list[str]] = []
+
+    def respond(_: str, path: str, body: bytes) -> tuple[int, bytes]:
+        got.append(json.loads(body))
+        return 200 if path == "/key" else 403, b""
+
+    with hostile.answering(respond) as here:
         for url, command in (("$HOOK/key", None), (f"{here}/other", "tell 'us"), ("http://127.0.0.1:1/", None)):
             on_end = {"observe": {"on_end": {"url": url, "command": command}}}
             resources = {"resources": {"cpus_per_rank": 1, "env": {"HOOK": here}}}
             end = RunEnd("r", RunState.STOPPED, 0, 7, "s3://b/my runs/r/step-00000005")
             failures.append(tell_end({"checkpoint": {"url": "s3://b/my runs"}} | on_end | resources, end))
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert Listener.got[0] == {
+    assert got[0] == {
         "run": "r", "state": "STOPPED", "step": 7, "reason": "", "exit_code": 0,
         "checkpoint": "s3://b/my runs/r/step-00000005", "report": "raypp report 's3://b/my runs/r'",
     }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +47,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Examine
     report["nodes"][1]["shm_free"] = None
     cluster = Examined(report)
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            cluster.jobs.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self._say(b'{"submission_id": "one"}')
+    def respond(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        if method == "GET":
+            return 200, cluster.answer(path)
+        cluster.jobs.append(json.loads(body))
+        return 200, b'{"submission_id": "one"}'
 
-        def do_GET(self) -> None:
-            self._say(cluster.answer(self.path))
-
-        def _say(self, answer: bytes) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with hostile.serving(Answer) as cluster.url:
+    with hostile.answering(respond) as cluster.url:
         yield cluster
 
 
