@@ -63,11 +63,6 @@ def test_a_runs_bare_name_is_enough_where_it_was_submitted(
     assert "step 10: intact" in capsys.readouterr().out
 
 
-def test_verify_of_whole_checkpoints_succeeds(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 0
-    assert capsys.readouterr().out.count("intact") == 3
-
-
 def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     bad = rank_key("kjv", 20, 1, 1)
     damage(store, bad)

@@ -40,37 +40,27 @@ def crossing(mesh: Mesh, facts: list[NodeFacts], axis: str | tuple[str, ...]) ->
     return sum(len({nodes[rank] for rank in group}) > 1 for group in mesh.groups(axis))
 
 
-def test_pp_crosses_nodes_and_fsdp_stays_inside_one() -> None:
-    mesh = mesh_of(pp=2, fsdp=4)
-    assert nodes_of_ranks(mesh, workers(4, 4)) == ["node0"] * 4 + ["node1"] * 4
+@pytest.mark.parametrize("axes", [{"pp": 2, "fsdp": 4}, {"pp": 4, "fsdp": 2}])
+def test_pp_crosses_nodes_and_neighbours_and_fsdp_stay_inside_one(axes: dict[str, int]) -> None:
+    assert nodes_of_ranks(mesh_of(**axes), workers(4, 4)) == ["node0"] * 4 + ["node1"] * 4
 
 
-def test_replicas_of_a_stage_stay_on_one_node_where_there_is_room() -> None:
-    mesh = mesh_of(pp=2, dp_replicate=2, fsdp=2)
-    assert crossing(mesh, workers(4, 4), ("dp_replicate", "fsdp")) == 0
-
-
-def test_more_stages_than_nodes_put_neighbours_together() -> None:
-    mesh = mesh_of(pp=4, fsdp=2)
-    assert nodes_of_ranks(mesh, workers(4, 4)) == ["node0"] * 4 + ["node1"] * 4
-
-
-def test_a_replica_larger_than_a_node_keeps_its_shards_together() -> None:
-    mesh = mesh_of(pp=2, dp_replicate=2, fsdp=4)
-    assert crossing(mesh, workers(4, 4, 4, 4), "fsdp") == 0
-
-
-def test_shards_larger_than_a_node_keep_their_context_groups_together() -> None:
-    mesh = mesh_of(fsdp=2, cp=4)
-    assert crossing(mesh, workers(4, 4), "cp") == 0
-
-
-def test_uneven_nodes_break_as_few_groups_as_they_must() -> None:
-    mesh = mesh_of(pp=4, fsdp=2)
-    assert crossing(mesh, workers(3, 3, 2), "fsdp") == 1
-    assert crossing(mesh, workers(3, 5), "fsdp") == 1
-    assert crossing(mesh, workers(6, 2), "fsdp") == 0
-    assert crossing(mesh, workers(1, 2, 2, 2, 1), "fsdp") == 1
+@pytest.mark.parametrize(
+    ("axes", "nodes", "axis", "broken"),
+    [
+        ({"pp": 2, "dp_replicate": 2, "fsdp": 2}, (4, 4), ("dp_replicate", "fsdp"), 0),
+        ({"pp": 2, "dp_replicate": 2, "fsdp": 4}, (4, 4, 4, 4), "fsdp", 0),
+        ({"fsdp": 2, "cp": 4}, (4, 4), "cp", 0),
+        ({"pp": 4, "fsdp": 2}, (3, 3, 2), "fsdp", 1),
+        ({"pp": 4, "fsdp": 2}, (3, 5), "fsdp", 1),
+        ({"pp": 4, "fsdp": 2}, (6, 2), "fsdp", 0),
+        ({"pp": 4, "fsdp": 2}, (1, 2, 2, 2, 1), "fsdp", 1),
+    ],
+)
+def test_nodes_break_as_few_groups_as_they_must(
+    axes: dict[str, int], nodes: tuple[int, ...], axis: str | tuple[str, ...], broken: int
+) -> None:
+    assert crossing(mesh_of(**axes), workers(*nodes), axis) == broken
 
 
 def test_addresses_sort_as_numbers() -> None:

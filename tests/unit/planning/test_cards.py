@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planned_jobs import job_with
 
+from raypp.job.job import Job
 from raypp.planning.choose_lookahead import cards_and_links, cards_of_nodes
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import forecast
@@ -16,6 +17,12 @@ from raypp.planning.schedules.simulate import StageTimes, simulate
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 FOUR = [0, 1, 2, 3]
+HOSTS = tuple(Node(name, 1) for name in "abcd")
+
+
+def on_four(microbatches: int, lookahead: int | str) -> Job:
+    pipeline = {"microbatches": microbatches, "layers_per_stage": [1, 1, 1, 1], "lookahead": lookahead}
+    return job_with(model={"num_layers": 4}, mesh={"pp": 4}, pipeline=pipeline)
 
 
 def test_a_host_between_two_others_shares_its_card_and_the_ends_have_one_neighbour() -> None:
@@ -68,31 +75,21 @@ def test_nodes_share_cards_only_where_several_channels_leave_one() -> None:
 
 def test_a_forecast_on_four_hosts_shares_each_hosts_card() -> None:
     """The same times as `tests/unit/schedules/test_shared_cards.py`."""
-    job = job_with(
-        model={"num_layers": 4},
-        mesh={"pp": 4},
-        pipeline={"microbatches": 16, "layers_per_stage": [1, 1, 1, 1], "lookahead": "auto"},
-    )
+    job = on_four(16, "auto")
 
     def on(nodes: tuple[Node, ...], message_s: float) -> tuple[float, int]:
         found = forecast(job, Machines(nodes, Link(message_bytes(job) * 8 / 1e9 / message_s)), UNIT)
         return found.parts["pipeline"], found.lookahead
 
-    hosts = tuple(Node(name, 1) for name in "abcd")
-    assert on(hosts, 1.0) == (pytest.approx(63), 1)
-    assert on(hosts, 2.0) == (pytest.approx(80), 3)
+    assert on(HOSTS, 1.0) == (pytest.approx(63), 1)
+    assert on(HOSTS, 2.0) == (pytest.approx(80), 3)
     # On two hosts one channel crosses each way.
     assert on((Node("a", 2), Node("b", 2)), 2.0)[0] < 66
 
 
 def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
-    job = job_with(
-        model={"num_layers": 4},
-        mesh={"pp": 4},
-        pipeline={"microbatches": 16, "layers_per_stage": [1, 1, 1, 1], "lookahead": 3},
-    )
-    hosts = tuple(Node(name, 1) for name in "abcd")
-    found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9 / 2.0)), UNIT)
+    job = on_four(16, 3)
+    found = forecast(job, Machines(HOSTS, Link(message_bytes(job) * 8 / 1e9 / 2.0)), UNIT)
     assert [use.busy for use in found.links] == pytest.approx([2 * 16 * 2.0 / found.step_s] * 3)
     assert all(use.message_s == pytest.approx(2.0) for use in found.links)
 
@@ -100,13 +97,8 @@ def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
 @pytest.mark.gate
 def test_a_very_long_program_says_that_cards_are_left_out() -> None:
     def left_out(microbatches: int) -> bool:
-        job = job_with(
-            model={"num_layers": 4},
-            mesh={"pp": 4},
-            pipeline={"microbatches": microbatches, "layers_per_stage": [1, 1, 1, 1], "lookahead": 0},
-        )
-        hosts = tuple(Node(name, 1) for name in "abcd")
-        found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9)), UNIT)
+        job = on_four(microbatches, 0)
+        found = forecast(job, Machines(HOSTS, Link(message_bytes(job) * 8 / 1e9)), UNIT)
         return any("share no card" in source for source in found.assumptions)
 
     assert not left_out(512)

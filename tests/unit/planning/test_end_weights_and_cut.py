@@ -65,6 +65,7 @@ def test_the_program_is_the_schedules() -> None:
     pipeline = resolve_pipeline(job_with(pipeline={"microbatches": 3}))
     assert pipeline.stages_of_rank == ((0,), (1,)) and pipeline.rank_of_stage == (0, 1)
     assert printed(pipeline.program[0]) == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert printed(pipeline.program[1]) == "1F0 1B0 1F1 1B1 1F2 1B2"
     assert printed(pipeline.program_with(1)[0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
     assert printed(pipeline.forward_program()[0]) == "0F0 0F1 0F2"
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -36,17 +37,17 @@ def test_a_join_that_failed_leaves_no_trace_in_the_name_of_the_next_group(monkey
     assert name == "0", "new processes call it 0; who calls it otherwise waits for them in vain"
 
 
-def test_a_rank_that_waits_for_a_dead_rank_0_comes_free_when_asked_to_leave() -> None:
-    port = free_port()
+def assert_comes_free(wait: Callable[[], object], port: int) -> None:
+    """Asserts that a rank's wait ends as that of a lost peer when its connections are cut."""
     ended: list[BaseException] = []
 
-    def join() -> None:
+    def waits() -> None:
         try:
-            connect("127.0.0.1", port, 2, serve=False, timeout_s=60.0)
+            wait()
         except RuntimeError as error:
             ended.append(error)
 
-    rank = threading.Thread(target=join, daemon=True)
+    rank = threading.Thread(target=waits, daemon=True)
     rank.start()
     time.sleep(0.1)
     assert rank.is_alive()
@@ -55,22 +56,14 @@ def test_a_rank_that_waits_for_a_dead_rank_0_comes_free_when_asked_to_leave() ->
     assert not rank.is_alive() and lost_peer(ended[0])
 
 
+def test_a_rank_that_waits_for_a_dead_rank_0_comes_free_when_asked_to_leave() -> None:
+    port = free_port()
+    assert_comes_free(lambda: connect("127.0.0.1", port, 2, serve=False, timeout_s=60.0), port)
+
+
 def test_a_rank_that_serves_waits_for_the_others_where_it_can_be_asked_to_leave() -> None:
     store = connect("127.0.0.1", 0, 2, serve=True, timeout_s=60.0)
-    ended: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            store.get("never")
-        except RuntimeError as error:
-            ended.append(error)
-
-    rank = threading.Thread(target=wait, daemon=True)
-    rank.start()
-    time.sleep(0.1)
-    cut_connections(store.port)
-    rank.join(2.0)
-    assert not rank.is_alive() and lost_peer(ended[0])
+    assert_comes_free(lambda: store.get("never"), store.port)
 
 
 def test_a_meeting_point_that_somebody_else_has_taken_meanwhile_is_reported_as_that() -> None:

@@ -16,13 +16,13 @@ from raypp.rank.optimizers.reduce import coefficient
 from raypp.stages.models.loss import token_loss_sum
 
 
-def test_two_stage_norms_of_3_and_4_are_clipped_by_one_factor_of_a_fifth() -> None:
-    assert coefficient((3.0**2 + 4.0**2) ** 0.5, tokens=1, clip_norm=1.0) == pytest.approx(0.2)
-
-
-def test_a_norm_below_the_limit_is_only_divided_by_the_tokens() -> None:
-    assert coefficient(8.0, tokens=16, clip_norm=1.0) == 1 / 16
-    assert coefficient(800.0, tokens=16, clip_norm=None) == 1 / 16
+@pytest.mark.parametrize(
+    ("norm", "tokens", "clip_norm", "factor"), [(5.0, 1, 1.0, 0.2), (8.0, 16, 1.0, 1 / 16), (800.0, 16, None, 1 / 16)]
+)
+def test_gradients_are_divided_by_the_tokens_and_clipped(
+    norm: float, tokens: int, clip_norm: float | None, factor: float
+) -> None:
+    assert coefficient(norm, tokens=tokens, clip_norm=clip_norm) == pytest.approx(factor)
 
 
 def test_a_gradient_that_is_not_finite_stays_visible() -> None:

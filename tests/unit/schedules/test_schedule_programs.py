@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.planning.schedules.action import Action, parse_actions, printed, splits_backward
+from raypp.planning.schedules.action import Action, parse_actions, splits_backward
 from raypp.planning.schedules.catalogue import (
     SCHEDULES,
     build_forward_only,
@@ -92,12 +92,6 @@ def test_forward_only_programs_are_valid(drawn: tuple[int, int, int, int], place
     assert check_program(program, placed, microbatches, trains=False) == []
 
 
-def test_1f1b_of_two_ranks_and_three_microbatches_by_hand() -> None:
-    program = build_1f1b(2, 1, 3)
-    assert printed(program[0]) == "0F0 0F1 0B0 0F2 0B1 0B2"
-    assert printed(program[1]) == "1F0 1B0 1F1 1B1 1F2 1B2"
-
-
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_1f1b_holds_one_microbatch_per_rank_below_and_the_lookahead(pp: int, lookahead: int) -> None:
@@ -135,15 +129,6 @@ def test_the_bubble_shrinks_from_1f1b_to_interleaved_to_zero_bubble() -> None:
 def test_zbv_holds_no_more_than_1f1bs_first_rank() -> None:
     timeline = simulate(build_program("zbv", 4, 2, 16), StageTimes.equal(8))
     assert max(timeline.in_flight_on_rank) <= 2 * 4  # halves: two stages per rank
-
-
-@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULES if kind.microbatches_per_rank == 1])
-def test_fewer_microbatches_than_ranks_are_refused_with_what_works(name: str) -> None:
-    with pytest.raises(JobError) as caught:
-        build_program(name, 4, schedule_named(name).stages_per_rank[0], 3)
-    (problem,) = caught.value.problems
-    assert problem.key == "pipeline.microbatches"
-    assert "at least 4" in problem.fix and "mesh.pp 3" in problem.fix
 
 
 def test_stages_per_rank_that_a_schedule_cannot_do_are_refused() -> None:
