@@ -44,8 +44,7 @@ KINDS = {
 
 @dataclass
 class FaultedRun:
-    """One run, submitted and observed from this process. `fallen` has what a strike's rank
-    recorded."""
+    """One run, submitted and observed from here. `fallen` has what a strike's rank recorded."""
 
     laptop: Laptop
     chain: Chain
@@ -65,8 +64,7 @@ class FaultedRun:
     # Running --------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Submits the run and strikes outside the ranks, until the run or the patience is at its
-        end."""
+        """Submits the run and strikes outside the ranks, until the run or the patience ends."""
         write_plan(self.directory, list(self.chain.strikes))
         begun = time.monotonic()
         self._submit()
@@ -171,8 +169,7 @@ class FaultedRun:
         return [event for event in self.events if event.kind == "rank_failed" and event.attempt == attempt]
 
     def judge_strike(self, strike: Strike) -> None:
-        """Asserts that the strike fell, and that events report rank, kind and time, or no
-        failure."""
+        """Asserts that the strike fell, and that events report rank, kind and time, or none."""
         assert strike.number in self.fallen, f"it never fell: the run is {self.state}, {self._last_words()}"
         fact = self.fallen[strike.number]
         reported = self.failures_after(strike)
@@ -197,8 +194,7 @@ class FaultedRun:
         return [self.chain.strikes[number] for number, fact in self.fallen.items() if fact["attempt"] == attempt]
 
     def judge_run(self, reference: FaultedRun | None) -> None:
-        """Asserts an undisturbed run's end, the expected number of restarts, and nothing left
-        over."""
+        """Asserts an undisturbed run's end, the expected restarts, and nothing left over."""
         assert self.state == "SUCCEEDED", self._last_words()
         due = sum(strike.ends_attempt for strike in self.chain.strikes)
         restarts = [event for event in self.events if event.kind == "restarting"]
@@ -232,8 +228,7 @@ class FaultedRun:
         return min(event.time for event in reported) - self.fallen[strike.number]["time"] if reported else None
 
     def recovery_s(self, strike: Strike) -> float | None:
-        """Returns the seconds to the first step of the next attempt; None if that was hit
-        before."""
+        """Returns the seconds to the next attempt's first step; None if that was hit before."""
         fact = self.fallen.get(strike.number)
         if fact is None or not strike.ends_attempt:
             return None

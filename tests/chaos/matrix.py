@@ -18,8 +18,7 @@ HANG_S = 4.0
 
 @dataclass(frozen=True)
 class Chain:
-    """A run of a shape (a key of SHAPES), with or without the memory tier, and its faults in
-    order."""
+    """A run of a shape (a key of SHAPES), perhaps with the memory tier, and its faults in order."""
 
     name: str
     shape: str

@@ -42,8 +42,7 @@ KINDS = {
 
 @dataclass
 class Fault:
-    """A fault that was applied: when, in seconds since 1970, and to which ranks of which
-    attempt."""
+    """A fault that was applied: seconds since 1970, to which ranks of which attempt."""
 
     kind: str
     at: float

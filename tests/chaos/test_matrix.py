@@ -1,5 +1,4 @@
-"""Combines kinds of faults, moments of a run's life, and victims: every row of the table must end
-like an undisturbed run."""
+"""Kinds of faults, moments of a run and victims: each case ends like an undisturbed run."""
 
 from __future__ import annotations
 

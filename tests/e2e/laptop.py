@@ -115,8 +115,7 @@ class Laptop:
         return subprocess.Popen([RAYPP, *arguments], env=self.environment, cwd=self.directory, **out)
 
     def job(self, name: str, **changes: Any) -> Path:
-        """Writes a small job. `changes` are whole sections, or keys with `__` in place of the
-        dot."""
+        """Writes a small job. `changes` are sections, or keys with `__` in place of the dot."""
         self.names.add(name)
         document: dict[str, Any] = {
             "name": name,
@@ -179,8 +178,7 @@ class Laptop:
         return found
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """Returns whether a rank belongs to this cluster: others on this machine have ranks,
-        too."""
+        """Returns whether a rank belongs to this cluster and to no other on this machine."""
         return any(self.state["ray_dir"] in value or self.state["gcs"] in value for value in process.environ().values())
 
     def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
@@ -331,8 +329,7 @@ class Run:
 
 
 def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads every tensor of a commit (by default the newest). The ranks hold disjoint names
-    here."""
+    """Reads every tensor of a commit (by default the newest). The ranks hold disjoint names."""
     step = step if step is not None else list_checkpoints(store, run)[-1].step
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for record in read_commit(store, run, step).objects:

@@ -1,5 +1,4 @@
-"""One run goes through everything that may happen to a run, with the commands that a user types. It
-must end like a run to which nothing happened."""
+"""One run goes through all that may happen to one, and ends like an undisturbed run."""
 
 from __future__ import annotations
 

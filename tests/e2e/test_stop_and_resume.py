@@ -1,5 +1,4 @@
-"""A run whose store is a directory is saved, stopped, resumed and detached from. The same job also
-runs without Ray, in S3."""
+"""A run is saved, stopped, resumed and left; the same job runs without Ray, in S3."""
 
 from __future__ import annotations
 

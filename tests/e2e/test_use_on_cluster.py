@@ -1,5 +1,4 @@
-"""`raypp generate` and `raypp eval` on the embedded cluster give what they give on this machine,
-and leave nothing behind."""
+"""`raypp generate` and `eval` give on the cluster what they give here, and leave nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Provides three hosts with one Ray node each, and a user at a fourth machine. Skipped where no
-network namespaces can be made."""
+"""Three hosts with a Ray node each, and a user at a fourth; skipped without network namespaces."""
 
 from __future__ import annotations
 

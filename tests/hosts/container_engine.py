@@ -1,5 +1,4 @@
-"""A Docker engine of the test's own, with the project's image. No registry is asked: the images
-that the project's files name are made from Debian's packages."""
+"""A Docker engine of the test's own; images are made from Debian's packages, not pulled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One rank that joins a process group of two hosts, reports it, and leaves:
-`python joining.py SEAT-AS-JSON`."""
+"""One rank that joins a group of two hosts, reports it, and leaves: `joining.py SEAT-AS-JSON`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The pods that KubeRay makes of cluster/kuberay/raycluster.yaml, as containers: the command, the
-environment and the probe that its operator adds (KubeRay 1.6, without Redis)."""
+"""The pods that KubeRay 1.6 makes of cluster/kuberay/raycluster.yaml, without Redis."""
 
 from __future__ import annotations
 

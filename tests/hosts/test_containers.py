@@ -1,5 +1,4 @@
-"""The image, cluster/compose.yaml and the pods of cluster/kuberay in containers of a real
-engine."""
+"""The image, cluster/compose.yaml and the pods of cluster/kuberay in containers of an engine."""
 
 from __future__ import annotations
 

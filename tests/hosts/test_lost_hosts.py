@@ -53,8 +53,7 @@ def test_a_run_goes_on_without_a_lost_host_as_if_nothing_had_been(repaired: Offi
 
 
 def _victim(office: Office, run: Run) -> int:
-    """Returns the host of the last stage, which is not the head's: no run survives that one's
-    loss."""
+    """Returns the host of the last stage, not the head's: no run survives that one's loss."""
     address = next(event.node for event in run.events("seated") if event.details["label"] == "pp1-fsdp0")
     host = next(host for host in range(office.bed.size) if office.bed.network.address(host) == address)
     assert host != 0

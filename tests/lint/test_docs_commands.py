@@ -42,8 +42,7 @@ PAGES = [page for page in guides() if page.parts[0] in ("docs", "README.md", "CO
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """Makes and enters a reader's current directory: the jobs of the repository, a job of their own
-    and a text."""
+    """Makes and enters a reader's directory: the repository's jobs, one of their own, a text."""
     number = count()
 
     def enter() -> Path:
@@ -83,8 +82,7 @@ def test_a_job_of_a_page_passes_the_checks(folder: Callable[[], Path], capsys: p
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Returns `below` with the keys of `above`; another model or another kind of data replaces the
-    section."""
+    """Returns `below` with the keys of `above`; another kind of model or data replaces all."""
     merged = dict(below)
     for key, value in above.items():
         kept = isinstance(value, dict) and isinstance(below.get(key), dict) and not {"kind", "from_hf"} & set(value)
@@ -124,8 +122,7 @@ def _not_in_order(shown: str, reported: str) -> str | None:
 
 
 def commands(page: Path, sessions: bool = True) -> Iterator[tuple[int, list[str]]]:
-    """Yields the `raypp` commands of a page: lines of its blocks, and what stands in backquotes in
-    its text."""
+    """Yields the `raypp` commands of a page: lines of blocks, and what is in backquotes."""
     for line in lines(page):
         if line.fence == "console" and not sessions:
             continue

@@ -1,5 +1,4 @@
-"""Every relative link of every page leads to a file that is there, and every anchor to a
-heading."""
+"""Every relative link of every page leads to a file that is there, every anchor to a heading."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)(?: 
 
 
 def links(page: Path) -> Iterator[tuple[int, str]]:
-    """Yields the relative links of a page with the line that each ends on. A link may go over two
-    lines."""
+    """Yields a page's relative links, which may go over two lines, with the line each ends on."""
     numbers, texts = zip(*((line.number, re.sub(r"`[^`]*`", "", line.text)) for line in prose(page)), strict=True)
     text = "\n".join(texts)
     for match in LINK.finditer(text):

@@ -11,8 +11,7 @@ ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
 
 
 def too_long(text: str) -> bool:
-    """Is a line of prose longer than it may be? Tables, and what a URL or a link makes long, may
-    be."""
+    """Is a line of prose longer than it may be? Tables, and what URLs make long, may be."""
     if len(text) <= COLUMNS or text.startswith("|"):
         return False
     shorter = re.sub(r"\]\([^)]*\)", "]", re.sub(r"https?://\S+", "", text))

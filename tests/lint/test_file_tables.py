@@ -1,5 +1,4 @@
-"""Every package has a page with a place for the table of its files, and every file says what it is
-for."""
+"""Every package has a page with the table of its files, and every file says what it is for."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ ROW = re.compile(r"\| `([\w/]+\.py)` \| (.+) \|")
 
 
 def table_of(page: Path) -> dict[str, str]:
-    """Returns file -> purpose of the tables whose first column is headed `file`; a file named twice
-    fails."""
+    """Returns file -> purpose of tables headed `file`; a file named twice fails."""
     rows: dict[str, str] = {}
     within = False
     for line in prose(page):

@@ -1,5 +1,4 @@
-"""Reports and messages that pages quote are what raypp says: each is made here, as a run would make
-it."""
+"""Reports and messages that pages quote are what raypp says: each is made here, as by a run."""
 
 from __future__ import annotations
 

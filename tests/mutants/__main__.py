@@ -190,8 +190,7 @@ def _forked(copy: Path, arguments: list[str], output: int) -> int:
 
 
 def _wait(pid: int, limit: float) -> int | None:
-    """Returns the exit code of a process; ends it and its children after `limit` seconds, then
-    None."""
+    """Returns a process's exit code; after `limit` seconds ends it and its children, then None."""
     until = time.monotonic() + limit
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)

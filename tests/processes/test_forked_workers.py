@@ -1,5 +1,4 @@
-"""Workers come from one process per node that has torch and Ray imported: the server and its
-client, without a cluster."""
+"""Workers come from one process per node: the server and its client, without a cluster."""
 
 from __future__ import annotations
 

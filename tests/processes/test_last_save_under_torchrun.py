@@ -1,5 +1,4 @@
-"""A process of torchrun whose last save fails ends with an error, and a second start saves what the
-first one left in memory."""
+"""A process of torchrun whose last save fails ends with an error; a second start saves it."""
 
 from __future__ import annotations
 

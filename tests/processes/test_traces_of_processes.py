@@ -1,5 +1,4 @@
-"""Tests what is known about another process: its stacks while it lives, and its last output when a
-signal ends it."""
+"""What is known about another process: its stacks while it lives, its last output afterwards."""
 
 from __future__ import annotations
 

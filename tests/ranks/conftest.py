@@ -1,5 +1,4 @@
-"""Sets the order in which workers of pytest-xdist take the files of this tier
-(`--dist loadfile --no-loadscope-reorder`), and has what files share."""
+"""What files share, and the order in which workers of pytest-xdist take them."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Returns losses and final state of an undisturbed run of the job of `test_memory_tier.py`,
-    without the memory tier."""
+    """Returns losses and final state of `test_memory_tier.py`'s job, run without that tier."""
     from local_run import LocalRun
     from test_memory_tier import STEPS, document
 

@@ -136,8 +136,7 @@ def _live(
     stay: bool,
     prepare: Callable[[int, int, int], None] | None,
 ) -> None:
-    """Runs a rank's process. With `stay`, a rank that lost a peer waits for its next seat in the
-    same process."""
+    """Runs a rank's process. With `stay`, it waits for its next seat after a peer is lost."""
     os.environ.update(environment)
     if kill is not None and kill.memory:
         snapshots_keep_up()

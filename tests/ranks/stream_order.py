@@ -120,8 +120,7 @@ class StreamOrder(DispatchMode):
             self.found.append(line)
 
     def _memory(self, tensor: Tensor, *, made: bool = False) -> _Memory | None:
-        """Returns the record of a tensor's storage; makes it if the device allocated it or copies
-        it."""
+        """Returns the record of a tensor's storage; makes it if the device allocated it."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._memories:

@@ -1,5 +1,4 @@
-"""Conversations: with a loss on the assistant's turns only, the mesh does not change the numbers;
-and training on token shards gives the bits of training on their source."""
+"""Conversations: neither the mesh nor tokenising beforehand changes the numbers."""
 
 from __future__ import annotations
 

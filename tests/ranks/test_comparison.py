@@ -35,8 +35,7 @@ def trained() -> list[dict[torch.dtype, dict[str, Any]]]:
 
 
 def added(dtype: torch.dtype, factors: list[float], order: list[int]) -> dict[str, Any]:
-    """Returns the whole step with a gradient that is the sum of its microbatches' contributions,
-    each times a factor."""
+    """Returns a step whose gradient adds its microbatches' contributions, each times a factor."""
     whole, *parts = (result[dtype] for result in trained())
     total: dict[str, torch.Tensor] = {}
     for index in order:

@@ -34,8 +34,7 @@ STEPS = 2
 
 
 def attention_errors(rank: int, world: int, port: int, cases: list[tuple[Any, ...]]) -> list[float]:
-    """Returns for each case the largest difference between this rank's outputs and gradients and
-    those of whole rows."""
+    """Returns by case the largest difference of outputs and gradients to those of whole rows."""
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     up, down = (dist.new_group(list(range(world))) for _ in range(2))
@@ -198,8 +197,7 @@ def test_windows_and_experts_with_biases_add_up_what_one_process_does(kind: str,
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
-    """Writes a file of documents with the given numbers of tokens. The bytes tokenizer adds one
-    token at the end."""
+    """Writes documents of these numbers of tokens, of which the tokenizer adds the last."""
     letters = torch.randint(97, 123, (sum(lengths),), generator=torch.Generator().manual_seed(5)).tolist()
     lines = []
     for length in lengths:

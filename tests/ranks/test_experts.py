@@ -31,8 +31,7 @@ BLANK = (1,)
 
 
 def document(kind: str = "qwen3_moe", *, mesh: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
-    """Returns a job with packed documents of 3 to 50 tokens. Its gradients are ten times longer
-    than the clipping norm."""
+    """Returns a job with packed documents of 3 to 50 tokens, and gradients that are clipped."""
     model = {
         "kind": kind, "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
         "z_loss_weight": 0.01, **sections.pop("model", {}),

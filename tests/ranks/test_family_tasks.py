@@ -1,5 +1,4 @@
-"""Tasks have the figures of the harness's own model, and texts the loss of transformers, for each
-family's kind of tokenizer."""
+"""Tasks and texts have the figures of the harness and transformers, for each kind of tokenizer."""
 
 from __future__ import annotations
 

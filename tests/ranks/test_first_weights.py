@@ -1,5 +1,4 @@
-"""Tests when a run's initial weights are drawn, and that none are drawn if another source provides
-every value."""
+"""When a run's initial weights are drawn, and that none are if another source provides them all."""
 
 from __future__ import annotations
 

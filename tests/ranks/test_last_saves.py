@@ -1,5 +1,4 @@
-"""The save after the last step, or before a stop, fails: the ranks end with an error, and the next
-attempt saves what they left in memory."""
+"""The last save fails: the ranks end with an error, and the next attempt saves what they left."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def stopped_life(
     memory: str,
     fault: str,
 ) -> tuple[str, str]:
-    """Returns how the rank ended: kind and text of its failure, or `stopped` and the step of its
-    checkpoint."""
+    """Returns how the rank ended: its failure's kind and text, or `stopped` and the step."""
     os.environ.update({DIRECTORY_VARIABLE: memory, VARIABLE: fault})
     reads_late(rank, world, port)
     parsed = parse_job(job)

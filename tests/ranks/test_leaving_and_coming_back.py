@@ -48,8 +48,7 @@ class Standing(CollectingReporter):
 
 
 def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts: list[int | None]) -> dict[str, Any]:
-    """Runs one life per port. Rank 1 stalls before the given step, until rank 0 has left; then it
-    must leave, too."""
+    """Runs a life per port. Rank 1 stalls before a step until rank 0 has left, and must leave."""
     job = parse_job(_document(Path(root)))
     left_over = []
     for attempt, (port, halt) in enumerate(zip(ports, halts, strict=True), start=1):

@@ -1,5 +1,4 @@
-"""An operation may last as long as a step, in every group. On a GPU the host queues a step at once,
-and NCCL counts from then."""
+"""An operation may last as long as a step, in every group: NCCL counts from when it is queued."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The depth of the warm-up does not change a bit. Compressed messages give reproducible numbers
-that stay near the exact ones."""
+"""The warm-up's depth changes no bit; compressed messages give reproducible numbers."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def stages_tried(schedule: str) -> list[int]:
-    """Returns the numbers of stages per rank to test: the minimum, and 2 and 4 if the schedule
-    supports them."""
+    """Returns numbers of stages per rank: the minimum, and 2 and 4 if they are supported."""
     kind = schedule_named(schedule)
     return [stages for stages in sorted({kind.stages_per_rank[0], 2, 4}) if kind.allows_stages(stages)]
 

@@ -1,5 +1,4 @@
-"""Tests `raypp plan --measure` on this machine: the costs of a small model's parts, and a plan
-based on them."""
+"""`raypp plan --measure` on this machine: the costs of a model's parts, and a plan by them."""
 
 from __future__ import annotations
 

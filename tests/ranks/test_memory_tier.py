@@ -1,5 +1,4 @@
-"""Tests snapshots in host memory: ranks are killed by real signals, and the run resumes at the step
-they had reached."""
+"""Snapshots in host memory: ranks are killed by signals, and the run resumes at their step."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
 def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
-    """Three attempts: first one byte of a rank's newest snapshot is wrong, then all snapshots of a
-    rank are gone."""
+    """Three attempts: first a byte of a rank's newest snapshot is wrong, then all are gone."""
     folder = shared_memory()
     run = LocalRun(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
     run.attempt_once(Kill((0, 1), after=5, commit=3))

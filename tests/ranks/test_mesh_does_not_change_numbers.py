@@ -19,8 +19,7 @@ from raypp.tools.parity import train_some_steps
 
 
 def one_process(layers: int = 4, **sections: Any) -> dict[str, Any]:
-    """Returns the reference. With a single stage, all schedules run forwards and backwards in
-    microbatch order."""
+    """Returns the reference, in which all schedules run forwards and backwards in order."""
     return trained(document(layers=layers, **sections))
 
 

@@ -1,5 +1,4 @@
-"""Replicas that train apart: outer steps have the bits of a reference, keep replicas equal, and
-survive a restart and another mesh inside a replica."""
+"""Replicas that train apart: the bits of a reference, also after restarts and on other meshes."""
 
 from __future__ import annotations
 
@@ -534,8 +533,7 @@ def blank_second(loader: Loader) -> Changed:
 
 
 def train_with_hook(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[list[bool]]:
-    """Returns for each step whether each call of the update's hook saw the weights that the step
-    began with."""
+    """Returns by step whether each call of the update's hook saw the weights of its begin."""
     seen: list[list[bool]] = []
 
     def before(_step: int, runner: StepRunner) -> None:

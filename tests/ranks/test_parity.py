@@ -22,8 +22,7 @@ from raypp.tools.parity import run_parity
 
 @pytest.fixture(autouse=True)
 def fork_server() -> None:
-    """raypp would start another one for its ranks, and all later tests of this worker would use
-    it."""
+    """raypp would start another for its ranks, which later tests of this worker would use."""
     start_fork_server()
 
 

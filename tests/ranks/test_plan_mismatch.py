@@ -1,5 +1,4 @@
-"""A tensor whose length differs from the step's plan stops the step with an error that names it, on
-the rank that detects it."""
+"""A tensor whose length differs from the step's plan ends the step with an error that names it."""
 
 from __future__ import annotations
 

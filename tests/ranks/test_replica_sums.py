@@ -1,5 +1,4 @@
-"""Sums of gradients over replicas beside the last backward: exact ones change no bit, and those in
-int8 keep replicas equal, lose nothing over many steps, and resume bit for bit."""
+"""Sums over replicas beside the last backward: exact ones change no bit, int8 ones lose nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gradients summed over the ranks that share weights in every backward (mesh.reduce_gradients):
-the numbers of one process, bits that no cut changes, and no whole gradients between backwards."""
+"""Gradients summed in every backward (mesh.reduce_gradients): the numbers of one process."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ def as_on_gpus() -> Iterator[pytest.MonkeyPatch]:
 
 @contextmanager
 def waiting_for_all_posted() -> Iterator[Counter[str]]:
-    """As on GPUs, and makes every message and collective wait until it is done. Yields how often
-    each of them waited."""
+    """As on GPUs, and each message and collective waits until it is done; yields how often."""
     waits: Counter[str] = Counter()
 
     def waiting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,8 +80,7 @@ def train_steps(
     dtype: torch.dtype = torch.float32,
     **watch: Any,
 ) -> dict[str, Any]:
-    """Trains and returns losses, norms, the scaled gradients of every step and the final weights,
-    by global name."""
+    """Returns losses, norms, scaled gradients of each step, final weights, by global name."""
     # Comparisons with the CPU need products in fp32.
     job = parse_job({**document, "train": {"tf32": False, **document.get("train", {})}})
     seat = seat_of(rank, world, port, job, device=device_type)
@@ -116,8 +115,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the ranks' results. Each rank has some of the names, and all must report the same
-    sums."""
+    """Merges the ranks' results: names are disjoint, and all must report the same sums."""
     first = results[0]
     for other in results[1:]:
         same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras", "flops"))

@@ -178,8 +178,7 @@ class Started:
 
 
 def running(pids: list[int]) -> list[int]:
-    """Returns those that have not ended: not every container has a first process that reaps
-    zombies."""
+    """Returns those that have not ended: a container's first process may reap no zombies."""
     running = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,5 +1,4 @@
-"""Tests on a real Ray cluster that the cause of a rank's death is identified, that a preemption
-notice is obeyed, and that no secret is recorded."""
+"""On a real Ray cluster: causes of death, preemption notices, and no recorded secret."""
 
 from __future__ import annotations
 

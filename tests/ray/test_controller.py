@@ -1,5 +1,4 @@
-"""Tests a run on a real Ray cluster: seats, faults, commands, and what is left afterwards. The
-ranks are stand-ins."""
+"""A run of stand-ins on a real Ray cluster: seats, faults, commands, what is left afterwards."""
 
 from __future__ import annotations
 

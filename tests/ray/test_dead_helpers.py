@@ -1,5 +1,4 @@
-"""A rank's process is examined by the others of its node, of which one is dead: its standby. The
-ranks are stand-ins, the nodes are raylets: the controller examines those of its own node itself."""
+"""A rank's process is examined by the others of its node, of which the standby is dead."""
 
 from __future__ import annotations
 

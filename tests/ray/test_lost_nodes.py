@@ -1,5 +1,4 @@
-"""One of several nodes is lost or drained: tests spares, smaller meshes, and the return to larger
-meshes. The ranks are stand-ins, the nodes are raylets."""
+"""A node is lost or drained: spares, smaller meshes, larger ones again. The ranks are stand-ins."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
 
 
 def _assert_no_step_twice_or_left_out(run: Started) -> None:
-    """Asserts that the current attempt, once it has taken a step, began where the last one
-    ended."""
+    """Asserts that the current attempt, once it took a step, began where the last ended."""
     grown = run.status()["attempt"]
     run.wait(lambda: run.taken()[-1][0] == grown, f"a step of attempt {grown}")
     taken = run.taken()

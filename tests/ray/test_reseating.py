@@ -1,5 +1,4 @@
-"""Tests processes that outlive an attempt, and attempts that outlive a controller. The ranks are
-stand-ins."""
+"""Processes that outlive an attempt, attempts that outlive a controller, with stand-ins."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Provides real S3 servers, one of each kind for all tests here, and a fault proxy in front of one
-of them."""
+"""Real S3 servers, one of each kind for all tests here, and a fault proxy before one of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A rank that saves and loads through a store, for tests of store faults: a real saver in a world
-of one rank."""
+"""A rank that saves and loads through a store: a real saver in a world of one rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two concurrent attempts of one run, and an attempt that dies at any of its requests: on a real
-server, with the real saver."""
+"""Two attempts of one run at once, and one that dies at any request: real server, real saver."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Died(BaseException):
 
 
 class Mortal:
-    """A process that dies at its n-th request, which the server may still carry out
-    (`answered`)."""
+    """A process that dies at its n-th request, which the server may carry out (`answered`)."""
 
     def __init__(self, store: S3Store, at: int, answered: bool) -> None:
         self._left, self._lock, self.dead = at, threading.Lock(), False

@@ -1,5 +1,4 @@
-"""Tests saving, verifying, loading and pruning on a real S3 server, with objects large enough for
-multipart uploads."""
+"""Saving, verifying, loading and pruning on a real S3 server, with multipart uploads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that an object is created only once: on servers that honour If-None-Match, and on a real
-one that ignores it."""
+"""An object is created only once, on servers that honour If-None-Match and one that ignores it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests a Hugging Face model in a bucket: imported, compared, exported and used by a job, all
-through the command line."""
+"""A Hugging Face model in a bucket: imported, compared, exported and used, by the command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests how a save is uploaded to a real server: within its bandwidth cap, at low priority, without
-copies."""
+"""How a save is uploaded: within its bandwidth cap, at low priority, without copies."""
 
 from __future__ import annotations
 

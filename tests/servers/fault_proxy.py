@@ -23,8 +23,7 @@ _REASONS = {500: "Internal Server Error", 503: "Service Unavailable", 403: "Forb
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a request that rules can check: the path and query as sent, names in lower
-    case."""
+    """What rules can check of a request: path and query as sent, names in lower case."""
 
     method: str
     target: str
@@ -91,8 +90,7 @@ class Fault:
 
 
 class FaultProxy:
-    """Listens on a free loopback port until `close`. `upstream` may change: a server that
-    restarts."""
+    """Listens on a free loopback port until `close`. `upstream` may change at a restart."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream

@@ -1,5 +1,4 @@
-"""Finds the newest intact checkpoint of a run by reading every byte, as a reference for the tests
-of commits."""
+"""Finds the newest intact checkpoint of a run by reading every byte, as a reference."""
 
 from __future__ import annotations
 

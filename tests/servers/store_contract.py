@@ -1,5 +1,4 @@
-"""The contract of every store. The tests of a new store are a class that inherits this one and has
-a `store` fixture."""
+"""The contract of every store: a new store's tests inherit it and have a `store` fixture."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ FAMILY_CASES = [(kind, case) for kind in FAMILIES for case in described(kind).ge
 
 
 def family_cases(slow: Collection[str] = ()) -> pytest.MarkDecorator:
-    """Parametrises a test by `kind` and `case`. For every family but Llama, `slow` names slow
-    cases."""
+    """Parametrises by `kind` and `case`. For every family but Llama, `slow` names slow cases."""
     marks = pytest.mark.gate
     marked = [
         pytest.param(kind, case, marks=marks if case in slow and kind != "llama" else ()) for kind, case in FAMILY_CASES
@@ -104,8 +103,7 @@ def options_in(folder: Path) -> DecoderOptions:
 
 
 def loaded(folder: Path, *cut: int) -> list[torch.nn.Module]:
-    """Returns the stages of a saved model with its weights; `cut` has their first layers but the
-    first."""
+    """Returns a saved model's stages with weights; `cut` has their first layers but the first."""
     options = options_in(folder)
     borders = [0, *cut, options.num_layers]
     stages = []

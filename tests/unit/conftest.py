@@ -1,5 +1,4 @@
-"""Tests of this tier start no process: what needs one belongs into tests/processes or
-tests/ranks."""
+"""Tests of this tier start no process: what needs one belongs into tests/processes or ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks whose uploads take longer than the others wait: they are waited for while they progress.
-All messages go through a real TCPStore."""
+"""Ranks with slow uploads are waited for while they progress. Messages go through a TCPStore."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ def test_a_rank_that_waits_for_its_last_save_marks_progress_while_there_is_any(
 
 
 class SlowStore(DirectoryStore):
-    """After each piece time passes, and the other rank, `waiting`, sees the progress of
-    `teller`."""
+    """After each piece time passes, and the rank `waiting` sees the progress of `teller`."""
 
     def __init__(self, root: Path, waiting: Link, teller: int) -> None:
         super().__init__(root)

@@ -1,5 +1,4 @@
-"""Stand-ins for what an attempt and a leader command: workers, devices, and their answers. No
-process, no Ray."""
+"""Workers, devices and answers for an attempt and a leader to command. No process, no Ray."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ NODES = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "NodeManagerHo
 
 
 def stand_still(monkeypatch: pytest.MonkeyPatch, *modules: Any, at: float = 1e6) -> StandInClock:
-    """Stops the clock of attempts and of these modules at a time that is later than what came
-    before."""
+    """Stops the clock of attempts and of these modules at a time later than what came before."""
     clock = StandInClock()
     for module in (attempt, rank_ends, *modules):
         monkeypatch.setattr(module, "time", clock)

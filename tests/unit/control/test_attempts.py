@@ -1,5 +1,4 @@
-"""One attempt, from its devices to its end: who is started, kept, replaced and ended, and when. The
-clock stands still, and the workers are stand-ins."""
+"""One attempt from devices to end: who is started, kept, replaced and ended, and when."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whatever goes wrong while a run ends, its processes are ended; and a run is not ended by the
-records of an earlier submission. The leader has no cluster here."""
+"""However a run ends, its processes end; and records of an earlier submission do not end it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A restarted leader takes over what the first one left: living ranks, dead ones, wishes and ends.
-The clock stands still, and the workers are stand-ins."""
+"""A restarted leader takes over what the first one left: living ranks, dead ones, wishes, ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A leader turns from an attempt to the next: what it records, asks of the ranks, and ends. The
-clock stands still, and the workers are stand-ins."""
+"""A leader turns from an attempt to the next: what it records, asks of the ranks, and ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where ranks may run, how long a run waits for room, and which processes it keeps. The clock
-stands still, and no process is started."""
+"""Where ranks may run, how long a run waits for room, and which processes it keeps."""
 
 from __future__ import annotations
 

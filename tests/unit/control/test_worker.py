@@ -1,5 +1,4 @@
-"""A worker process without a cluster: seats taken, left and taken again. Its controller never
-answers."""
+"""A worker process whose controller never answers: seats taken, left and taken again."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def parts(name: str, parameter: torch.Tensor) -> Any:
 @every_family
 @every_case
 def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
-    """Compares FLOPs of all matrix products. torch ignores the causal mask and counts attention
-    twice."""
+    """Of all matrix products. torch ignores the causal mask and counts attention twice."""
     rows, tokens = 2, 24
     options = small_options(kind, **CASES[case])
     model = build_stage(options, range(2), first=True, last=True).to_empty(device="cpu")
@@ -138,8 +137,7 @@ def of_products(q_QHD: list[int], k_NKD: list[int], *_: Any, **__: Any) -> int:
 
 
 def of_operators(counter: FlopCounterMode) -> tuple[int, int]:
-    """Returns the FLOPs of products with weights, and those of attention, which are batched over
-    heads."""
+    """Returns the FLOPs of products with weights, and of attention, batched over heads."""
     found: Counter[bool] = Counter()
     for operator, flops in counter.get_flop_counts()["Global"].items():
         found["bmm" in str(operator) or "by_products" in str(operator)] += flops

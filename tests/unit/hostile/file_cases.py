@@ -152,8 +152,7 @@ def export_tokenizer_beside(path: Path) -> None:
 
 
 def _model_with(name: str, content: bytes | Callable[[], bytes]) -> Case:
-    """Returns a case of a model of which one file is changed; a large content is made when it
-    runs."""
+    """A case of a model of which a file is changed; a large content is made when it runs."""
 
     def case(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))

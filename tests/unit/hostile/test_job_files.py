@@ -1,5 +1,4 @@
-"""Whatever a job file says, the answer is a plan or problems with their places, without much
-work."""
+"""Whatever a job file says, the answer is a plan or problems with places, without much work."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""No command prints a control character that it did not make, or obeys markup, whoever wrote the
-text: names of runs, tensors, nodes and files, messages, logs, values, and servers' answers."""
+"""No command prints a control character that it did not make, or obeys markup of others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a stage is after its preparation: what is recomputed, in which dtype it sums, what is
-sharded. One rank shows it, without messages."""
+"""A stage after its preparation: what is recomputed, what is sharded, in which dtype it sums."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from raypp.job.load import job_document, parse_job
 
 
 def job_with(**sections: Any) -> Job:
-    """Returns the job of the throughput benchmarks (8 layers, vocabulary 4096, pp 2) with
-    changes."""
+    """Returns the throughput benchmarks' job (8 layers, vocabulary 4096, pp 2) with changes."""
     document: dict[str, Any] = {
         "name": "planned",
         "model": {"num_layers": 8, "hidden_size": 256, "num_heads": 4, "ffn_size": 688, "vocab_size": 4096},

@@ -1,5 +1,4 @@
-"""When the ranks that share weights sum their gradients (mesh.reduce_gradients), names of devices,
-and rates inside nodes."""
+"""When gradients are summed (mesh.reduce_gradients), names of devices, rates inside nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Predicted tokens/s per GPU beside what others publish or many report: FSDP's and torchtitan's
-benchmarks, Megatron, Unsloth, axolotl (docs/benchmarks/records.md)."""
+"""Predicted tokens/s per GPU beside what others publish (docs/benchmarks/records.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What every recovery policy and every kind of failure keep to. A new one is tested here as soon as
-it is there."""
+"""What every recovery policy and every kind of failure keep to, new ones included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A rank's reporter and its buffer, without a cluster: what reaches the controller and the store,
-also while the log cannot be written."""
+"""A rank's reporter and its buffer: what reaches controller and store, also without a log."""
 
 from __future__ import annotations
 

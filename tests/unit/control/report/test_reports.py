@@ -1,5 +1,4 @@
-"""What the controller does with the batches of ranks. It leads an attempt that has
-ranks, but no processes."""
+"""What the controller does with batches of ranks; it leads an attempt without processes."""
 
 from __future__ import annotations
 
