@@ -196,8 +196,7 @@ def known_source(name: str) -> SourceKind | None:
 
 
 def store_kind(url: str, *, key: str = "") -> StoreKind:
-    """Returns the kind of store of a URL. A plain path means a directory. Raises JobError: no store
-    has that scheme."""
+    """Returns the kind of store of a URL or path. Raises JobError: no store has that scheme."""
     match = _SCHEME.match(url)
     if match is None:
         return STORES.get("file")

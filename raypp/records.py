@@ -85,7 +85,6 @@ class Coordinates:
 
     @property
     def world(self) -> int:
-        """The number of ranks of a mesh of this shape."""
         return math.prod(getattr(self, axis.name) for axis in AXES)
 
     @property
@@ -319,9 +318,8 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Requests:
-    """The operator's requests to the ranks. Every rank polls its own copy. The ranks agree on the
-    step at which they act, by the collective that starts each step. `trace`: number of steps to
-    trace from this one on."""
+    """The operator's requests to the ranks. Every rank polls its own copy. They agree on the step
+    at which they act when a step starts. `trace`: steps to trace from this one on."""
 
     save: bool = False
     stop: bool = False

@@ -97,7 +97,6 @@ class Registry(Generic[K]):
         return list(self._listed)
 
     def usable(self) -> list[K]:
-        """Returns the kinds that are available."""
         return [kind for kind in self if kind.available]
 
     def __iter__(self) -> Iterator[K]:

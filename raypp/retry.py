@@ -27,8 +27,7 @@ class Backoff:
     tries: int = 0
 
     def pauses(self) -> Iterator[float]:
-        """Yields the seconds to wait before each further try until the timeout, which counts from
-        the first `next`."""
+        """Yields the seconds to wait before each further try, for `timeout_s` from the first."""
         begun, pause = time.monotonic(), self.first_s
         for number in itertools.count(1):
             left = self.timeout_s - (time.monotonic() - begun)

@@ -137,8 +137,8 @@ def allocate(module: nn.Module, memory: Callable[[Tensor], Tensor]) -> None:
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Replaces the local part `[...]` of a DTensor, also by one in host memory. The DTensor keeps
-    its own device, so it still takes gradients of that device. Sets `DTensor._local_tensor`, as
-    FSDP does. Since 2.4."""
+    its device, and takes gradients of that. Sets `DTensor._local_tensor`, as FSDP does. Since
+    2.4."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
@@ -411,9 +411,8 @@ def register_fake_device(name: str, module: Any) -> None:
 
 
 def fake_tensors() -> Any:
-    """Returns a context in which operators compute shapes and devices only, not values. An operator
-    that needs a value, or tensors of two devices, raises. Uses
-    `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4."""
+    """Returns a context in which operators compute shapes and devices only, not values. Operators
+    that need a value raise. Uses `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -398,8 +398,7 @@ class JobWatch:
 
     def exit_code(self, end: RunEnd | None, say: Say) -> int:
         """Returns the run's exit code from its end; without one, that of its driver. Waits a little
-        for the driver to end. `end`: how the run ended; None if nobody recorded it. `say`: gets
-        what the user should know."""
+        for the driver. `end`: None if nobody recorded it. `say`: gets remarks."""
         for _ in range(50):
             self._look()
             if self._ended is not None:
@@ -414,7 +413,6 @@ class JobWatch:
 
     @property
     def driver_exit_code(self) -> int:
-        """The exit code of the job's driver."""
         self._look()
         code = (self.job or {}).get("driver_exit_code")
         return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED

@@ -268,8 +268,7 @@ def _store(store: dict[str, Any]) -> Table:
 
 def cards_of(report: dict[str, Any], named: str, store: str) -> Cards:
     """Returns what an examination found to check. `named`: the nodes that the checks may use, with
-    commas; "": all. Raises JobError: a node that is named is not there, or runs could be placed on
-    others."""
+    commas; "": all. Raises JobError: a named node is not there, or runs could be on others."""
     working = [node for node in report["nodes"] if "error" not in node]
     kinds = [card["kind"] for node in working for card in (node.get("torch") or {}).get("devices") or ()]
     there = {node["ip"]: int(node["gpus" if kinds else "cpus"]) for node in working}
@@ -305,8 +304,7 @@ def first_hour(
     report: dict[str, Any], results: Sequence[Finding], taken_s: float, cluster: Cluster, cards: Cards, out: Path
 ) -> bool:
     """Runs all checks, prints each result, and writes the page, also when it is interrupted.
-    `report`: of the examination, which is the first check; with its findings and seconds. Returns
-    whether no check failed."""
+    `report`: of the examination, the first check. Returns whether no check failed."""
     sums = "; inside a node of H100: sums 300 GB/s, to a neighbour 150; between nodes 40 GB/s per rank"
     examination = Step(
         "The cluster and its links", f"nothing that breaks a run{sums if cards.kind else ''}",

@@ -138,10 +138,9 @@ Update = Callable[[Mapping[str, Any]], None]
 
 @contextmanager
 def evaluation_progress(*, quiet: bool) -> Iterator[Update]:
-    """Shows the progress of an evaluation and the time left. On a terminal it is a bar that
-    disappears at the end. Elsewhere it is a line every 30 s, the first one after 5 s. `quiet`: show
-    nothing unless stderr is a terminal. Yields a function that takes `done`, `total` and `unit`
-    (`tokens` or `rows`)."""
+    """Shows the progress of an evaluation and the time left: on a terminal a bar that disappears at
+    the end, elsewhere a line every 30 s, first after 5 s. `quiet`: show nothing unless stderr is a
+    terminal. Yields a function that takes `done`, `total` and `unit` (`tokens` or `rows`)."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield (lambda _report: None) if quiet else _Lines(time.monotonic).update

@@ -149,7 +149,6 @@ class _Printer:
         self._begun = False
 
     def update(self) -> None:
-        """Prints what is new."""
         while self._current < len(self._answers):
             answer = self._answers[self._current]
             if self._as_json:

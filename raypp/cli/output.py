@@ -41,7 +41,6 @@ def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
 
 
 def say(remark: str) -> None:
-    """Prints a remark to standard error."""
     echo_lines(remark, err=True)
 
 

@@ -232,7 +232,6 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
 
 
 def fit_document(fitting: Fitting) -> dict[str, Any]:
-    """Returns an answer as plain JSON values."""
     return {
         "fits": fitting.now is not None,
         "need": fitting.need,

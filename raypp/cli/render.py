@@ -198,8 +198,7 @@ def runs_table(runs: Sequence[tuple[Mapping[str, Any], RunPlace]], width: int | 
 
 
 def show_event(console: Console, event: Event, *, date: bool = False) -> None:
-    """Prints one event: time, kind, message and cause, place. Without a terminal it is a single
-    line, for grep."""
+    """Prints an event: time, kind, message and cause, place. Without a terminal it is one line."""
     when = date_and_clock(event.time) if date else clock(event.time)
     kind = Text(f"{event.kind:<15}", style=event_style(event))
     if console.is_terminal:

@@ -396,8 +396,7 @@ def print_next(console: Console, place: RunPlace, status: Mapping[str, Any], aga
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> list[tuple[str, str]]:
-    """Returns commands that are useful now, each with its purpose. `again`: the command that
-    submitted the run."""
+    """Returns useful commands, each with its purpose. `again`: that which submitted the run."""
     name, resume, commands = shell_word(place.name), f"{again} --resume", []
     if not is_final(status):
         commands += [

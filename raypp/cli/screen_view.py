@@ -106,8 +106,7 @@ def _head(records: Records) -> RenderableType:
 
 
 def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[RenderableType]:
-    """Draws the ranks, one column per pipeline rank; if they do not fit, their number by state.
-    Returns its lines."""
+    """Draws the ranks, a column per pipeline rank, or their number by state. Returns its lines."""
     ranks = status["ranks"]
     if not ranks:
         return [Text("  no ranks now", style="dim")]

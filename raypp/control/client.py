@@ -202,9 +202,8 @@ def submit_run(
     job: Job, cluster: Cluster, url: str, *, before: Callable[[], None] = lambda: None, **options: Any
 ) -> str:
     """Submits a checked job, whose `options` are those of `ray_job`, and returns the Ray job's id.
-    Its spec must be in the store, unless `before` writes it: that is called when only the
-    submission itself is left to do. Raises UnreachableError: the cluster does not answer, or
-    refuses the job."""
+    Its spec must be in the store, unless `before` writes it, which is called right before the
+    submission. Raises UnreachableError: the cluster does not answer, or refuses the job."""
     document = ray_job(job, cluster, url, **options)
     before()
     try:

@@ -46,7 +46,6 @@ class Controller:
         return f"raypp/{self._request.cluster_name}"
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
-        """Takes a worker's reports."""
         return self._leader.reports.report(batch)
 
     def alive(self) -> None:
@@ -117,8 +116,7 @@ class Controller:
         return self._leader.for_line()
 
     def give_way(self, ranks: int, why: str) -> None:
-        """Makes the run go on with so many ranks, or with 0 wait in the line, after a save. `why`:
-        who needs the room."""
+        """Makes the run go on with so many ranks, or with 0 wait in the line, after a save."""
         self._leader.give_way(ranks, why)
 
     def take_turn(self) -> None:
@@ -134,8 +132,7 @@ class Controller:
         return over
 
     def _lead(self) -> None:
-        """Leads the run, and exits once a follower has read the outcome; waits only briefly when
-        nobody follows."""
+        """Leads the run; exits once a follower has read the outcome, soon when nobody follows."""
         self._leader.run()
         if self._leader.outcome is None:
             os._exit(1)  # another process of this actor leads the run

@@ -59,7 +59,6 @@ def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
 
 
 def open_reader(place: RunPlace) -> RunReader:
-    """Opens the records of a known run."""
     return RunReader(open_store(place.url), place.name)
 
 
@@ -132,8 +131,7 @@ def _told_by_controller(place: RunPlace) -> dict[str, Any] | None:
 
 def ended_status(reader: RunReader) -> dict[str, Any] | None:
     """Returns the status of a run whose end is recorded; None of any other. Asks no cluster. Raises
-    CheckpointError: the object that says how it ended is damaged. Raises StoreError: its store does
-    not respond."""
+    CheckpointError: that record is damaged; StoreError: its store does not respond."""
     return _ended(reader, reader.status())
 
 

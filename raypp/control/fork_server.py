@@ -65,8 +65,7 @@ def _own_path() -> list[str]:
 
 def _import_rank() -> None:
     """Imports what every rank needs before its first step, except Ray; starts no thread. Libraries
-    read some variables when they are loaded, so those of the ranks are set first; hidden ones only
-    in the worker."""
+    read variables when they are loaded, so the ranks' are set first; hidden ones in the worker."""
     with contextlib.suppress(FileNotFoundError):
         request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
         os.environ.update(rank_environment(request.job["resources"]))
@@ -88,8 +87,7 @@ def _of_ray(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(listener: socket.socket) -> ForkRequest | None:
-    """Forks for each request. Returns in each child what to run, and in the server, at its end,
-    None."""
+    """Forks for each request. Returns what to run in each child; None in the server, at its end."""
     workers: set[int] = set()
     of_ray: dict[str, str] | None = None
     needed_at = time.monotonic()

@@ -64,7 +64,6 @@ class HangWatch:
     def add_heartbeat(
         self, rank: int, phase: str, idle_s: float, now: float, inside: str = "", reached: int = 0
     ) -> None:
-        """Records what a rank reports."""
         idle_s -= sum(max(0.0, min(end, now) - max(begin, now - idle_s)) for begin, end in self._gaps)
         activity = self._activities[rank]
         self._activities[rank] = replace(activity, phase=phase, idle_s=idle_s, inside=inside, reached=reached)
@@ -89,7 +88,6 @@ class HangWatch:
         self._heartbeat_at = [min(at + gap_s, now) for at in self._heartbeat_at]
 
     def add_step(self, seconds: float) -> None:
-        """Records the duration of a step."""
         self._steps.append(seconds)
 
     def limit_s(self) -> float:

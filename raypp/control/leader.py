@@ -283,8 +283,8 @@ class Leader:
             raise MachineError(error.problems) from error
 
     def _find_workers(self, last: int, left: m.Machine) -> tuple[list[LivingWorker], list[LivingWorker]]:
-        """Returns the living workers that have a seat in the last attempt, unless that is over, and
-        the others."""
+        """Returns the living workers that have a seat in an attempt that goes on, and the
+        others."""
         living = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
         over = left.attempt_is_over and left.attempt == last
         seated = [one for one in living if (seat := one[1].seat) is not None and seat.attempt == last and not over]

@@ -82,7 +82,6 @@ class Machine:
 
     @property
     def training(self) -> bool:
-        """Whether ranks are training."""
         return self.phase is RunPhase.RUNNING
 
     @property
@@ -107,8 +106,7 @@ class Start:
 @dataclass(frozen=True)
 class TakenOver:
     """The controller was killed, and another process has read its machine. `attempt`: the last
-    attempt that was claimed. `alive`: ranks of that attempt are left. `step`: the last step that is
-    known to be done."""
+    claimed. `alive`: ranks of it are left. `step`: the last that is known to be done."""
 
     attempt: int
     committed_step: int | None = None

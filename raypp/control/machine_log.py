@@ -62,7 +62,6 @@ class MachineLog:
         return self._read(number, self._version).machine if self._version else None
 
     def put(self, machine: Machine) -> None:
-        """Sets the machine that `write` writes."""
         self._machine = machine
 
     def write(self) -> None:

@@ -1,5 +1,4 @@
-"""Builds the package of a run's Ray job: raypp's code and the request, and no secret, because nodes
-write it to files."""
+"""Builds the package of a run's Ray job: raypp's code and the request, and no secret."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
 
 
 def _compiled(path: Path, source: bytes) -> bytes | None:
-    """Returns the compiled form of a file; None if Python has none of this source. A node's Python
-    ignores it where its version differs. Nor does it compare it with the source (PEP 552), so this
-    function does."""
+    """Returns the compiled form of a file; None if Python has none of this source. A Python of
+    another version ignores it. None compares it with the source (PEP 552), so this does."""
     magic = importlib.util.MAGIC_NUMBER
     with contextlib.suppress(OSError):
         stat = path.stat()

@@ -1,5 +1,4 @@
-"""The devices of a run: its placement group, and a second one for spares. Both outlive attempts and
-controllers."""
+"""The devices of a run: its placement group, and one for spares, which outlive controllers."""
 
 from __future__ import annotations
 
@@ -135,8 +134,7 @@ class Placement:
 
     @classmethod
     def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
-        """Returns the placement of a job. `name`: what the cluster calls the run. `world`: ranks of
-        its mesh now."""
+        """Returns the placement of a job. `name`: of its run. `world`: ranks of its mesh now."""
         bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
         elastic = job.recovery.elastic_options
         return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0, lifetime)
@@ -254,8 +252,7 @@ def make_group(
     lifetime: str | None = "detached",
 ) -> PlacementGroup:
     """Requests a placement group of equal bundles; removes an existing one of that name. `avoided`:
-    nodes that none of it may be on, by id. `lifetime`: `detached`; None: Ray removes the group with
-    the job that requests it."""
+    nodes that none of it may be on, by id. `lifetime`: as of `Placement`."""
     existing = existing_group(name)
     if existing is not None:
         remove_placement_group(existing)

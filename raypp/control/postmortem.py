@@ -46,8 +46,7 @@ def cause_of_worker_death(rank: Rank, ray_error: str, workers: WorkerGroup) -> D
 
 
 def raylet_death(rank: Rank) -> Death | None:
-    """Returns the death of a silent rank whose node's raylet has ended, which no rank survives;
-    None otherwise."""
+    """Returns the death of a silent rank whose node's raylet has ended; else None."""
     node = _node_of(rank)
     if node is None or process_evidence.host_answers(rank.node, int(node["NodeManagerPort"])) is not None:
         return None
@@ -55,8 +54,7 @@ def raylet_death(rank: Rank) -> Death | None:
 
 
 def death_during_controller_outage(rank: Rank) -> Death:
-    """Returns the death of a rank that was gone when the controller restarted; only its node's
-    address is known."""
+    """Returns the death of a rank that was gone when the controller restarted."""
     if rank.node and not any(node["Alive"] and node["NodeManagerAddress"] == rank.node for node in all_nodes()):
         return Death(FailureKind.NODE_LOST, f"its node {rank.node} was lost while the controller was down")
     return Death(FailureKind.KILLED, "its process was gone when the controller restarted")

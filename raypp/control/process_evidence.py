@@ -61,8 +61,7 @@ def log_path() -> str:
 
 
 def oom_kills() -> int:
-    """Returns how many processes the kernel's out-of-memory killer has ended (in this container,
-    else machine)."""
+    """Returns the processes that the kernel killed for memory (in this container, else machine)."""
     for path in _counter_files():
         with contextlib.suppress(OSError):
             if (count := oom_kills_in(path.read_text())) is not None:
@@ -122,8 +121,7 @@ def inside(thread: int | None) -> str:
 
 
 def collective_of(frame: FrameType | None) -> str:
-    """Returns the same for a frame and its callers. The outermost wins: a gather within a barrier
-    is the barrier."""
+    """Returns the same for a frame and its callers: the outermost, so a barrier, not its gather."""
     outermost = ""
     while frame is not None:
         name = _COLLECTIVES.get(frame.f_code.co_name)
@@ -219,8 +217,7 @@ def within_rank_frame(rank: Callable[[], None]) -> None:
 
 
 def _frame_of(function: Callable[..., object]) -> re.Pattern[str]:
-    """Returns a pattern for the line faulthandler writes for a function, in whatever folder a node
-    has its code."""
+    """Returns a pattern for faulthandler's line for a function, in whatever folder its code is."""
     code = function.__code__
     frame = f'File "[^"]*{re.escape(PurePath(code.co_filename).name)}", line \\d+ in {re.escape(code.co_name)}$'
     return re.compile(frame, re.MULTILINE)
@@ -297,7 +294,6 @@ def _place_of_crash(report: str) -> tuple[str, str]:
 
 
 def oom_kills_in(text: str) -> int | None:
-    """Returns the kernel's counter from `memory.events`, `memory.oom_control` or `/proc/vmstat`;
-    None without one."""
+    """Returns the counter of `memory.events`, `memory.oom_control` or `/proc/vmstat`; else None."""
     counter = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
     return int(counter[1]) if counter else None

@@ -114,8 +114,7 @@ class RankEnds:
         return dataclasses.replace(end.result, step=end.result.step or rank.step)
 
     def _lost_with_raylet(self, rank: Rank) -> RankFailure | None:
-        """Returns the failure of an unreachable rank whose node's raylet has ended; Ray reports
-        that seconds later."""
+        """Returns the failure of a rank whose node's raylet has ended; Ray reports that later."""
         probed_at = self._probed.get(rank.node_id)
         if probed_at is not None and time.monotonic() - probed_at < _PROBE_NODE_S:
             return None

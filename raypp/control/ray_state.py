@@ -73,7 +73,6 @@ def existing_group(name: str) -> PlacementGroup | None:
 
 
 def group_name(run: str) -> str:
-    """Returns the name of a run's placement group."""
     return f"raypp/{run}"
 
 

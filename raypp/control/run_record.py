@@ -143,7 +143,6 @@ class RunRecord:
         return statistics.median(took) * max(0, self._status.steps - self._status.step) if took else None
 
     def set_mesh(self, mesh: MeshSection) -> None:
-        """Sets the mesh of the current attempt."""
         self._status = dataclasses.replace(self._status, mesh=mesh.axes)
 
     def checkpoint_url(self) -> str | None:
@@ -367,8 +366,8 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
 
 def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
     """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
-    `resumed`). `kept`: how many of the `world` processes are reused. `memory`: whether the ranks
-    also keep snapshots in host memory."""
+    `resumed`). `kept`: reused processes of `world`. `memory`: whether ranks keep snapshots in host
+    memory."""
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"

@@ -50,7 +50,6 @@ class Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank has ended, either way."""
         return self.state in ENDED
 
     def failure(self, kind: FailureKind, cause: str, details: str = "") -> RankFailure:

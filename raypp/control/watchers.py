@@ -137,7 +137,6 @@ class Preemptions:
         turn.reports.save_wanted = True
 
     def reset(self) -> bool:
-        """Forgets the notice at the end of the attempt; returns whether a node of it drains and its
-        bundles must move."""
+        """Forgets the notice at the attempt's end; returns whether bundles must leave its node."""
         drained, self._rank, self._drained = self._drained, None, False
         return drained

@@ -122,8 +122,8 @@ class Worker:
 
     def outcome(self, attempt: int, timeout_s: float = 30.0) -> RankEnd | None:
         """Returns how the rank of an attempt ended; None when it is still running after
-        `timeout_s`. May be called again, also by a restarted controller; an earlier call for the
-        same seat then returns None."""
+        `timeout_s`. May be called again, also by a restarted controller; an earlier call then
+        returns None."""
         self._orphan_watch.answered(time.monotonic())
         with self._changed:
             asked = self._asked = self._asked + self._is_in(attempt)

@@ -93,7 +93,6 @@ class WorkerGroup:
         return self.devices.setdefault(bundle, (node, reported))[1]
 
     def kill(self, bundle: int) -> None:
-        """Ends the process of a bundle."""
         member = self.seated.pop(bundle, None)
         if member is not None:
             end_actor(member.actor)

@@ -36,9 +36,8 @@ BYTE_IDS = 257
 
 
 def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
-    """Returns all problems of a job on its own. `job`: a job with resolved paths (`load_job`
-    resolves them). `directory`: the job file's directory. The message about a missing file names it
-    as a place that was searched."""
+    """Returns all problems of a job on its own. `job`: with resolved paths, as of `load_job`.
+    `directory`: of the job file, which the message about a missing file names."""
     problems = [problem for named in named_kinds(job) for problem in _kind(*named)]
     if job.include is not None:
         problems.append(Problem("include", "is for job files only", "write the key into the file"))

@@ -26,8 +26,8 @@ _OF_MODEL = ("generation_config.json", "config.json")
 
 def small_files(*documents: Mapping[str, Any]) -> dict[tuple[str, Path], dict[str, bytes]]:
     """Reads the small files that resolved jobs name on this machine. Returns per key and path the
-    contents, by `stored_name`, of the file and of those beside a tokenizer that belong to it; none
-    if they are too large to travel."""
+    contents, by `stored_name`, of the file and a tokenizer's others; none if too large to
+    travel."""
     found, left = dict[tuple[str, Path], dict[str, bytes]](), MOST_BYTES
     for document, (section, key) in ((document, at) for document in documents for at in KEYS):
         value = str((document.get(section) or {}).get(key))

@@ -94,9 +94,8 @@ def special_tokens(folder: Path) -> SpecialTokens:
 
 def llama_spaces(folder: Path) -> str | None:
     """Returns where `LlamaTokenizer` of transformers 5 puts the space before a text: first (only
-    there), always (also behind special tokens) or never. None: it does not read this folder's
-    tokenizer, so the tokenizer.json decides. Raises DataError: a file cannot be read, or is not a
-    JSON object."""
+    there), always (also behind special tokens) or never. None: the tokenizer.json decides. Raises
+    DataError: a file cannot be read, or is not a JSON object."""
     config = read_config(folder)
     if str(config.get("tokenizer_class")).removesuffix("Fast") != "LlamaTokenizer":
         return None

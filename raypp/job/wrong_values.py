@@ -25,8 +25,7 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def problems_of(error: ValidationError, document: Any) -> list[Problem]:
-    """Returns one problem per wrong key, in the order of the document's sections. Merges the errors
-    of a union."""
+    """Returns one problem per wrong key, in the document's order. Merges the errors of a union."""
     problems: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False):
         if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):

@@ -59,8 +59,7 @@ class _Mixed:
 
 def _mixed(model: DecoderOptions, index: int, wide: int) -> _Mixed:
     """Returns the values of a layer's token mixing; `wide` values of the compute dtype are one in
-    fp32. A delta rule keeps its inputs and computes chunks and states again. Its gated norm is in
-    fp32."""
+    fp32. A delta rule keeps its inputs only. Its gated norm is in fp32."""
     if (rule := model.delta_rule(index)) is not None:
         product = rule.channels + 2 * rule.values + 2 * rule.value_heads
         kept = 2 * rule.channels + (3 + 3 * wide) * rule.values + (1 + 3 * wide) * rule.value_heads

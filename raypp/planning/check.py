@@ -25,8 +25,7 @@ _LISTED = 64
 
 
 def check_plan(job: Job) -> list[Problem]:
-    """Returns all problems of a job's mesh, cut and schedule. Each names its key and the nearest
-    values that work."""
+    """Returns all problems of a job's mesh, cut and schedule, with the nearest values that work."""
     problems = list(_sizes(job))
     if problems:
         return problems  # nothing else can be computed for such a job

@@ -126,8 +126,7 @@ def _depth_bytes(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[in
 
 def ctas_for(gbps: float) -> int:
     """Returns the thread blocks that carry a rate: 1 up to 100 Gbit/s, 2 above, 4 on NVLink. One is
-    expected to carry about 160 Gbit/s (not measured). `gbps`: the link's rate in Gbit/s; 0:
-    unknown, as of a virtual interface."""
+    expected to carry about 160 Gbit/s (not measured). `gbps`: in Gbit/s; 0: unknown."""
     if 0 < gbps <= _ONE_CTA_GBPS:
         return 1
     return 2 if gbps < FAST_GBPS else _MOST_CTAS

@@ -144,8 +144,7 @@ class _Search:
 
     def _on_shape(self, shaped: Job, shape: Changes) -> list[Proposal]:
         """Returns the smallest sets of levers with which a mesh fits. If the strongest levels
-        together need too much, the mesh is given up, unless they are close to the limit and fit
-        with one of them left out."""
+        together need too much, and not without one of them, the mesh is given up."""
         levels = [[{}, *self._levels(lever, shaped)] for lever in _KEEPING]
         strongest = tuple(len(one) - 1 for one in levels)
         peaks: dict[tuple[tuple[str, Any], ...], int | None] = {}

@@ -363,8 +363,7 @@ class _Step:
 
     def _layer_traffic(self) -> float:
         """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch. A
-        backward has twice as many. Experts: the rows of tokens go out and come back, to
-        (ep - 1) / ep of the ranks."""
+        backward has twice as many. Experts: rows go to (ep - 1) / ep of the ranks and back."""
         job, model, mesh = self._job, self._job.model, self._mesh
         number, cp = job.train.dtypes.compute.bytes, job.mesh.cp
         tokens = job.train.micro_batch_size * job.data.seq_len / cp

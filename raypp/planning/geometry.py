@@ -34,7 +34,6 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return self.sizes.world
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -56,7 +55,6 @@ class Mesh:
         return [place.label(self.sizes) for place in self.places()]
 
     def rank(self, place: Coordinates) -> int:
-        """Returns the rank at given coordinates."""
         rank = 0
         for axis in _NAMES:
             rank = rank * getattr(self.sizes, axis) + getattr(place, axis)

@@ -135,9 +135,8 @@ def offloaded_by_ranks(job: Job, pipeline: ResolvedPipeline | None = None) -> li
 
 def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Problem]:
     """Returns a problem if what a job offloads fits into no node, or not into all of them together.
-    `job`: one in which `check_plan` finds no problem. `nodes`: free bytes of host memory by node;
-    0 if that is not known. `kind`: the kind of device. On a CPU nothing is offloaded to other
-    memory."""
+    `job`: one in which `check_plan` finds no problem. `nodes`: free bytes of host memory by node; 0
+    if that is not known. `kind`: of device. A CPU offloads to no other memory."""
     if kind == "cpu" or not offload_in_words(job, cpu=False) or not all(nodes.values()):
         return []
     each, largest, together = offloaded_by_ranks(job), max(nodes.values(), default=0), sum(nodes.values())

@@ -47,8 +47,7 @@ def chunk_sizes(tokens: int, vocab_size: int, device_type: str) -> list[int]:
 @dataclass(frozen=True)
 class LossMemory:
     """Bytes of the loss on the last stage, for one microbatch. `kept`: from its forward to its
-    backward. `forward`: in addition to that, while the forward computes. `backward`: in addition to
-    that, while the backward computes."""
+    backward. `forward`, `backward`: in addition to that, while they compute."""
 
     kept: int
     forward: int

@@ -53,8 +53,7 @@ class ReplicaSums:
 
 def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[Job]:
     """Yields the job with fragments, fewest first, and the fewest overlap_steps that hide their
-    exchanges beside steps of `compute_s` seconds: at most 8 and 5, since late results cost quality.
-    """
+    exchanges in steps of `compute_s`: at most 8 and 5, since late results cost quality."""
     for parts in range(1, 1 + min(8, job.model.num_layers)):
         overlap = math.ceil(now.seconds / parts / compute_s)
         if overlap <= 5:

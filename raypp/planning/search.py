@@ -215,8 +215,7 @@ def _better_cut(
     one: Candidate, job: Job, machines: Machines, costs: CostsOf, device_memory: int, kind: Kind | None, end: float
 ) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves. Ends
-    at the time `end` of the monotonic clock. The default cut knows neither measured costs nor the
-    speeds of different devices."""
+    at the time `end` (monotonic). The default cut knows no measured costs or speeds."""
     if one.job.num_stages == 1:
         return one
     placement = one.forecast.pipeline.stages_of_rank

@@ -1,2 +1,1 @@
-"""What one process does: joins, reads its rows, trains, saves. `control` and `tools` import it; it
-never imports Ray."""
+"""What one process does: joins, reads its rows, trains, saves. Never imports Ray."""

@@ -174,10 +174,9 @@ def device_problems(
     compiler: str | None = "cc",
     needs: Sequence[int] = (),
 ) -> list[Problem]:
-    """Returns why a seat's card cannot run the job. `there`: number of CUDA devices that torch sees
-    in this process. `built_for`: architectures that torch has kernels for, such as `sm_90`; empty
-    if unknown. `compiler`: the node's C compiler; None without one. `needs`: planned bytes by
-    pipeline rank."""
+    """Returns why a seat's card cannot run the job. `there`: CUDA devices that torch sees.
+    `built_for`: architectures of torch's kernels, such as `sm_90`; empty if unknown. `compiler`:
+    the node's, for C; None without one. `needs`: planned bytes by pipeline rank."""
     where = f"rank {seat.rank} on {seat.node}"
     if card is None:
         seen = f"torch {torch.__version__} sees {there or 'no'} CUDA device{'' if there == 1 else 's'}"

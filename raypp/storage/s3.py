@@ -118,7 +118,6 @@ class ConditionNotSupported(StoreError):
 
 
 def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
-    """Opens the store of `s3://bucket/prefix`."""
     match = _URL.match(url)
     if match is None:
         raise JobError(
@@ -381,9 +380,8 @@ class S3Store:
     def ask(
         self, key: str, request: Callable[[S3Client], T], also: Callable[[BaseException], bool] = lambda _: False
     ) -> T:
-        """Sends a request until it succeeds, fails permanently, or the retries are exhausted.
-        Renews rejected credentials, as long as new ones are found. `also`: classifies further
-        failures as temporary."""
+        """Sends a request until it succeeds, fails for good, or the time is up. Renews rejected
+        credentials. `also`: classifies further failures as temporary."""
         pauses, begun, tries, renewals = self.patience.pauses(), time.monotonic(), 0, 0
         try:
             while True:

@@ -146,8 +146,7 @@ class ObjectStore(Protocol):
         """Yields every write under a key that starts with `prefix` that has not ended."""
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        """Aborts writes and removes what they stored, so that they cannot finish. Ignores writes
-        that have ended."""
+        """Aborts writes and removes what they stored. Ignores writes that have ended."""
 
     def limitations(self) -> tuple[Problem, ...]:
         """Probes what this store cannot do, and describes what raypp does instead. Remembers the
@@ -238,8 +237,7 @@ _CHUNK_BYTES = 4 << 20
 
 class MemorySource:
     """Concatenated buffers as one object, passed to `put_stream` instead of chunks. A store may
-    read it in any order, in several threads, and again after a failure. `buffers`: must not change
-    until the upload ends."""
+    read it in any order, in threads, and again. `buffers`: must not change meanwhile."""
 
     def __init__(self, buffers: Sequence[memoryview], pace: Pace | None = None) -> None:
         self.size = sum(map(len, buffers))
@@ -296,8 +294,7 @@ class Patience:
     silence_s: float = SILENCE_S
 
     def pauses(self) -> Iterator[float]:
-        """Yields the seconds to wait before each retry, until the time is up. Time counts from the
-        first `next`."""
+        """Yields the seconds to wait before each retry, until `total_s` after the first `next`."""
         # At least half of each pause is certain, so that retries do not hit an overloaded server at
         # once.
         return Backoff(self.total_s, _FIRST_S, _LONGEST_S, jitter=0.5).pauses()
@@ -314,8 +311,7 @@ def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:
 
 
 def seconds_from_environment(name: str) -> float | None:
-    """Reads a setting in seconds; None if it is not set. Raises JobError: the value is not a number
-    of seconds."""
+    """Reads a setting in seconds; None if it is not set. Raises JobError: it is no number."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None

@@ -39,8 +39,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 
 
 class Event:
-    """An event that the device has reached, unless it stood when it was recorded; the host must not
-    wait for it."""
+    """An event that the device has reached unless it stood then; the host must not wait for it."""
 
     stands = False
     """The device goes no further."""

@@ -80,8 +80,7 @@ def _not_playable(job: Job) -> Iterator[Problem]:
 
 
 class Memory(DispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes of all storages on the device, by operator. `action`: what is being run;
-    set by the user."""
+    """Adds up the bytes of storages on the device, by operator. `action`: set it to what is run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

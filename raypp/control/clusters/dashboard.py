@@ -64,8 +64,7 @@ class NodeResources:
 
 def dashboard_url(address: str) -> str:
     """Normalizes `http://host:8265`, `host:8265` or `host` to `http://host:port`. Takes also what a
-    browser shows, `http://host:8265/#/jobs`. Raises JobError: it is not the address of a
-    dashboard."""
+    browser shows, `http://host:8265/#/jobs`. Raises JobError: it is no such address."""
     text = address.strip()
     if text.startswith("ray://"):
         fix = "use the dashboard's address, as in http://host:8265"
@@ -116,10 +115,9 @@ class Dashboard:
         self._through, self._or_proxy = (f"through {proxy}: ", f"{FIX}; otherwise ") if proxy else ("", "")
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """Sends one HTTP request; `body` is bytes, or anything that JSON can represent. Raises
-        UnreachableError: nothing answers (`NoAnswerError` if the request was sent), or the cluster
-        rejects the token. Raises DashboardError: the response is an error; `.status` is its HTTP
-        status."""
+        """Sends one HTTP request; `body` is bytes, or for JSON. Raises UnreachableError: nothing
+        answers (`NoAnswerError` if the request was sent), or the cluster rejects the token. Raises
+        DashboardError: the response is an error; `.status` is its HTTP status."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         data = body if isinstance(body, bytes) else None
         if body is not None and data is None:
@@ -230,14 +228,12 @@ class Dashboard:
         self.request("POST", f"{_job_path(submission_id)}/stop")
 
     def delete_job(self, submission_id: str) -> None:
-        """Removes the record of a job that has ended."""
         self.request("DELETE", _job_path(submission_id))
 
     # Packages -----------------------------------------------------------------------------------
 
     def upload_package(self, name: str, data: bytes) -> str:
-        """Uploads a zip file, unless the cluster has it; returns its URI for a runtime_env. Names
-        are content hashes."""
+        """Uploads a zip file, named by its hash, unless it is there; returns its URI."""
         path = f"/api/packages/gcs/{name}"
         try:
             self.request("GET", path)

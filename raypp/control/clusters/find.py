@@ -72,8 +72,7 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
 def lend_settings_of(*addresses: str | None) -> None:
     """Makes this process use the store of the clusters that runs were submitted to. Lends the
     embedded cluster's S3 server if any of the addresses is that cluster's, whatever RAYPP_ADDRESS
-    says, and takes it back if none may be. Does nothing if the command has named another
-    cluster."""
+    says; takes it back if none may be. Not if the command has named another cluster."""
     if _loan.refused:
         return
     urls = {_url_of(address) for address in addresses if address}

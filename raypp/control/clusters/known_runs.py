@@ -53,7 +53,6 @@ def cluster_name(url: str, name: str) -> str:
 
 
 def remember_run(place: RunPlace) -> None:
-    """Records a submitted run on this machine."""
     write_private(_file(place.url, place.name), json.dumps(asdict(place)))
 
 

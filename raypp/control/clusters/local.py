@@ -36,9 +36,8 @@ _GRACE_S = 1.0
 @dataclass(frozen=True)
 class S3Process:
     """A running server. Another process can stop it, given these fields. `endpoint`:
-    `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3. `ports`: all ports that it listens on, on the
-    endpoint's address. `directory`: contains its data, `weed.log`, `s3.json` (the keys, mode 0600)
-    and the keys of its inner ports."""
+    `http://127.0.0.1:PORT`. `ports`: all on which it listens there. `directory`: contains its data,
+    `weed.log`, `s3.json` (the keys, mode 0600) and the keys of its inner ports."""
 
     endpoint: str
     access_key: str
@@ -58,7 +57,6 @@ class S3Process:
         }
 
     def running(self) -> bool:
-        """Returns whether the server's process is alive."""
         return self._process().find() is not None
 
     def stop(self, grace_s: float = _GRACE_S) -> None:

@@ -135,8 +135,8 @@ class SlowStartError(UnreachableError):
 
 def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) -> None:
     """Waits until a node is alive and the Jobs service answers. Raises SlowStartError: Ray gave up;
-    another start may succeed. Raises UnreachableError: it ended, or does not answer; the message
-    contains the end of `log`."""
+    another start may succeed. Raises UnreachableError: it ended, or is silent; the message has the
+    end of `log`."""
     end = time.monotonic() + _RAY_PATIENCE_S
     while True:
         try:

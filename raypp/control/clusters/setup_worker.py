@@ -51,7 +51,6 @@ def _set_variables(variables: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Becomes the worker."""
     command = worker_command(sys.argv[1:])
     if command is not None:
         os.execvp("bash", ["bash", "-c", command])

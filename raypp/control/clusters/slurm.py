@@ -196,8 +196,7 @@ def _end(steps: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _address_towards(node: str) -> str:
-    """Returns this machine's address on the way to a node. Raises UnreachableError: the node's name
-    has no address."""
+    """Returns this machine's address towards a node. Raises UnreachableError: it has none."""
     try:
         return address_towards(node)
     except OSError as error:

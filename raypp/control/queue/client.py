@@ -66,15 +66,13 @@ def move(cluster: Cluster, url: str, run: str, other_url: str, other: str) -> No
 
 
 def pause(cluster: Cluster, user: str | None) -> bool:
-    """Starts nothing of the line until it is resumed; with no `user`, resumes it. Returns whether
-    it was paused."""
+    """Pauses the line; with no `user`, resumes it. Returns whether it was paused."""
     return "" in _rule(cluster, "", user)
 
 
 def hold(cluster: Cluster, node: str, user: str | None, until: float | None = None) -> list[str]:
-    """Starts nothing of the line on a node; with no `user`, releases it. `node`: its address, host
-    name or id. Returns the node's addresses. Raises JobError: there is no such node, or it is not
-    held; names those that are."""
+    """Holds a node; with no `user`, releases it. `node`: its address, host name or id. Returns its
+    addresses. Raises JobError: there is no such node, or it is not held; names those that are."""
     nodes = cluster.dashboard.nodes()
     found = sorted({one.ip for one in nodes if node in (one.ip, one.hostname, one.node_id)})
     if not found and user is not None:

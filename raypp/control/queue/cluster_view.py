@@ -1,5 +1,4 @@
-"""What the line needs to know of a cluster, asked from inside: tickets, room, who holds devices and
-until when."""
+"""What the line needs to know of a cluster, from inside: tickets, room, who has devices."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def others_wait(own: str, priority: Priority) -> bool:
 
 
 def remove(ticket: Ticket) -> None:
-    """Takes a run out of the line. Unless it has started, also what the cluster keeps for its job:
-    package and keys."""
+    """Takes a run out of the line; unless it has started, its package and keys go, too."""
     _internal_kv_del(ticket.name, namespace=_SPACE)
     if ticket.started or ticket.gave_way:
         return

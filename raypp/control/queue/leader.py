@@ -35,8 +35,7 @@ class LineLeader:
         threading.Thread(target=self._lead, name="raypp-queue", daemon=True).start()
 
     def look(self) -> bool:
-        """Makes the leader read the line again. Returns False if it is about to end; then the
-        caller makes another."""
+        """Makes the leader read the line again. Returns False if it ends; then make another."""
         with self._changed:
             self._stale = True
             self._changed.notify_all()

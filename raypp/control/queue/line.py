@@ -39,8 +39,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A run in the line. `turn`: the lowest is the head. `seconds`: planned; None: unknown.
-    `priority`: lower is more."""
+    """A run in the line. `turn`: the lowest is first. `seconds`: planned, or None."""
 
     name: str
     turn: Turn

@@ -1,5 +1,4 @@
-"""What people ask of a cluster's line, asked from inside: a pause, and nodes on which it starts
-nothing."""
+"""What people ask of a cluster's line: a pause, and nodes on which it starts nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ def write(rule: Rule) -> None:
 
 
 def remove(node: str) -> None:
-    """Takes a rule back."""
     _internal_kv_del(node or _PAUSE, namespace=_SPACE)
 
 

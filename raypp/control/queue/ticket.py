@@ -88,8 +88,7 @@ def write_ticket(store: ObjectStore, ticket: Ticket) -> Ticket:
 
 
 def read_ticket(store: ObjectStore, run: str, number: int) -> Ticket | None:
-    """Returns the ticket of a submission; None if it did not wait. Raises CheckpointError: it is
-    damaged; names it."""
+    """Returns a submission's ticket, if it waited. Raises CheckpointError: it is damaged."""
     key = queued_key(run, number)
     try:
         return Ticket.read(store.get(key, 0, _BOUNDS.size + 1), f"{store.url}/{key}")

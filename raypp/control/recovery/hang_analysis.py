@@ -222,8 +222,7 @@ def _is_behind(other: RankActivity, one: RankActivity) -> bool:
 
 
 def _collective(one: RankActivity) -> str:
-    """Returns the name of the collective of all ranks, or of a stage, that a rank's mark says it is
-    in; "" if in none."""
+    """Returns the collective of all ranks, or of a stage, that a rank's mark names; "" if none."""
     words = one.phase.split()
     return _COLLECTIVE_NAMES.get(words[-1], "") if words[:1] == ["step"] else ""
 

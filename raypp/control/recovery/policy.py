@@ -1,5 +1,4 @@
-"""Recovery policies decide whether a run continues after a failed attempt; the facts they decide
-by. Pure functions."""
+"""Recovery policies decide whether a run continues after a failed attempt. Pure functions."""
 
 from __future__ import annotations
 

@@ -105,8 +105,7 @@ class ControllerReporter:
     # Sending and the end --------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Requests a last checkpoint and a stop, as an operator would; for a process that has lost
-        its controller."""
+        """Requests a last checkpoint and a stop, as an operator would, without a controller."""
         with self._lock:
             self._stop = Requests(stop=True, save_before_stop=True)
 
@@ -213,8 +212,7 @@ class _Trail:
 
 def interval_s(world: int) -> float:
     """Returns the seconds between two reports of a rank without a new step or event; those are sent
-    at once. A report costs the controller the same whatever it carries, so each of many ranks
-    reports less often."""
+    at once. Each of many ranks reports less often, as each report costs the controller the same."""
     return min(max(_INTERVAL_S, _INTERVAL_S_PER_RANK * world), _LONGEST_INTERVAL_S)
 
 
@@ -308,8 +306,7 @@ class ReportBuffer:
             self._logs = deque((*batch.logs, *self._logs), self._most)
 
     def sent(self, batch: ReportBatch, answer: BatchAnswer) -> None:
-        """Drops what the answer to a batch says is in the store; after a controller restart, queues
-        the rest again."""
+        """Drops what a batch's answer says is stored; after a restart, queues the rest again."""
         with self._lock:
             if answer.incarnation != self._incarnation:
                 self._put_first(*self._sent_unwritten())

@@ -106,7 +106,6 @@ class Reports:
         return BatchAnswer(requests, self.incarnation, durable)
 
     def request_stop(self, save: bool) -> None:
-        """Takes the operator's stop request."""
         self._queue.put(Requests(stop=True, save_before_stop=save))
 
     def add(self, item: Item) -> None:

@@ -145,8 +145,7 @@ class Gemma4Layer(Layer):
 
 
 def _experts(options: Gemma4Options) -> Iterator[Weight]:
-    """Yields the weights of `raypp.stages.models.shared_keys.ExpertsBeside`, and the norm of what
-    they are added to."""
+    """Yields the weights of `shared_keys.ExpertsBeside`, and the norm of what they are added to."""
     count, width, inner = options.num_experts, options.hidden_size, options.expert_ffn_size
     yield Weight("moe.router.proj.weight", (count, width), "feed_forward")
     yield Weight("moe.router.scale", (width,), "norm")

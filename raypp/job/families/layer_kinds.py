@@ -31,9 +31,8 @@ _UNLIMITED = limits.WIDTH
 
 
 def read_types(config: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Returns the kinds of layers; null if they follow the family's pattern. Also null for the
-    window if export wrote one for null. A config.json without them may have another pattern,
-    `sliding_window_pattern`."""
+    """Returns the kinds of layers; null if they follow the family's pattern, also for a window that
+    export wrote for null. Without them, config.json may have a `sliding_window_pattern`."""
     count, other = config["num_hidden_layers"], config.get("sliding_window_pattern") or every
     kinds = list(config.get("layer_types") or pattern(count, other))
     window = {"sliding_window": None} if config.get("sliding_window") == _UNLIMITED else {}

@@ -82,6 +82,5 @@ def printed(actions: Iterable[Action]) -> str:
 
 
 def parse_actions(text: str) -> list[Action]:
-    """Reads the actions of one line, separated by blanks or commas. Raises ValueError: a word is
-    not an action."""
+    """Reads actions that blanks or commas separate. Raises ValueError: a word is no action."""
     return [Action.parse(word) for word in text.replace(",", " ").split()]

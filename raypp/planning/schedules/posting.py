@@ -59,8 +59,7 @@ a lookahead is made for slow links: the best order for fast ones costs it up to 
 
 
 def posting_on(device_type: str) -> Posting:
-    """Returns how a run's ranks post receives. `device_type`: of all its stages: cuda (NCCL) or cpu
-    (gloo)."""
+    """Returns how a run's ranks post receives. `device_type`: cuda (NCCL) or cpu (gloo)."""
     return "ahead" if device_type == "cpu" else "one_order"
 
 

@@ -106,8 +106,7 @@ class Timeline:
 
 
 class DeadlockError(ValueError):
-    """Ranks of a program wait for each other. `hangs`: which ranks hang at which action, and what
-    they wait for."""
+    """Ranks of a program wait for each other. `hangs`: which, at which action, and for what."""
 
     def __init__(self, waiting: Mapping[int, Action]) -> None:
         super().__init__(f"the program deadlocks: its ranks hang at {', '.join(map(str, waiting.values()))}")

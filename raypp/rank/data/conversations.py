@@ -129,8 +129,8 @@ class _Row:
 def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> tuple[Content, set[str]]:
     """Returns what a row holds, and the columns that nothing reads. Its shape is the first whose
     columns it has; see `shape_of`. `chat`: an instruction becomes a conversation; otherwise a
-    prompt in Alpaca's layout. Raises RowFault: it has none of these shapes, or is of a kind that
-    raypp does not train on."""
+    prompt in Alpaca's layout. Raises RowFault: it has no such shape, or is of a kind not trained
+    on."""
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
     if shape == ("text",):

@@ -71,7 +71,6 @@ class Faults:
         return (*(one for each in apart.values() for one in each), *more)
 
     def take(self, others: Faults) -> None:
-        """Adds those of later rows."""
         for words, files in others.remarks.items():
             self.remarks.setdefault(words, Counter()).update(files)
         every = self._shown + others._shown

@@ -55,7 +55,6 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """Rows per replica and step."""
         return self.microbatches * self.micro_batch_size
 
     def read(self, corpus: Corpus, step: Sequence[list[Piece]]) -> list[Row]:
@@ -107,8 +106,7 @@ class Loader:
         return {**self._order.document(self._cursor), "data": self.identity, **self._files()}
 
     def _files(self) -> dict[str, str]:
-        """Returns digests of the tokenizer and the chat template that the rows were made with, if
-        they are files."""
+        """Returns digests of the rows' tokenizer and chat template, if they are files."""
         tokenizer, template = self.documents.tokenizer, self.documents.train.template
         digests = {"tokenizer": tokenizer.identity} if isinstance(tokenizer, FileTokenizer) else {}
         return digests | ({"template": template} if template else {})
@@ -235,8 +233,7 @@ def _are_small(section: DataSection, most_bytes: int) -> bool:
 
 
 def passes_in_words(documents: Documents, job: Job) -> str:
-    """Returns how often a run takes its rows; empty for at most once, and for a mixture, whose
-    history has epochs."""
+    """Returns how often a run takes its rows; empty for at most once, and for a mixture."""
     plan = order_of(documents, job).once()
     read = min(plan.blocks, _BLOCKS_COUNTED)
     rows = sum(len(plan.block(0, block)) for block in range(read)) * plan.blocks // read

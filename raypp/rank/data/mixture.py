@@ -45,8 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartCursor:
-    """The position in a part: its next row, the rows and tokens that it has given, and its rows
-    before the phase."""
+    """The position in a part: next row, rows and tokens given, and rows before the phase."""
 
     at: Cursor = field(default_factory=Cursor)
     rows: int = 0

@@ -249,9 +249,8 @@ class _Turns:
         return {index: spans[begin:end] for index, (begin, end) in zip(turns, pairwise(counts), strict=True)}
 
     def _part(self, index: int) -> _Span:
-        """Finds a turn by the text that is there with it and not without it. A template that writes
-        a turn otherwise when others follow has no such text. There the turn is what its iteration
-        of the template's loop wrote."""
+        """Finds a turn by the text that is there with it and not without it, or, if a template
+        writes it otherwise when others follow, as what its iteration of the loop wrote."""
         try:
             return self._part_by_prefix(index)
         except RowFault:

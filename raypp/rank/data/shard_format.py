@@ -81,8 +81,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A finished folder of shards. `digest`: of all documents; the digest of the corpus that the
-    source itself gives."""
+    """A finished folder of shards. `digest`: of all documents, that of the source's own corpus."""
 
     plan: ShardPlan
     digest: _Digest

@@ -136,9 +136,8 @@ def open_documents(job: Job) -> Documents:
 
 
 def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None, tuple[int, ...]]:
-    """Reads the documents of one source. Returns the training documents; those held out; how many
-    there are, and how many are too long; the tokens of those that are dropped, and of those that a
-    fraction holds out."""
+    """Returns a source's training documents; those held out; how many there are, and are too long;
+    the tokens of those that are dropped, and that a fraction holds out."""
     data = job.data
     everything = _read(job, tokenizer, data.path or "", f"{key}.path")
     whole = kept(everything, data, f"{key}.path")
@@ -156,8 +155,7 @@ def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpu
 
 
 def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:
-    """Returns the documents without those that `data.too_long: drop` leaves out. Raises DataError:
-    None is left."""
+    """Returns what `data.too_long: drop` leaves of the documents. Raises DataError: nothing."""
     if data.too_long == "cut":
         return corpus
     short = np.flatnonzero(corpus.lengths() <= data.longest)

@@ -339,8 +339,7 @@ def _add_special(backend: Any, named: SpecialTokens) -> list[str]:
 
 
 def _add_own(backend: Any, added: Sequence[AddedToken]) -> list[str]:
-    """Adds a job's tokens. One that the tokenizer has keeps its id, and its other settings. Returns
-    what changed."""
+    """Adds a job's tokens; one that is there keeps id and settings. Returns what changed."""
     from tokenizers import AddedToken as Token
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}

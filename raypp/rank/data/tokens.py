@@ -132,8 +132,8 @@ _MOST_INDEX = 2 << 30
 
 def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: SourceFile) -> Corpus:
     """Opens a folder of shards. The index comes to the node's cache; ids are read when needed.
-    `files`: the `.ids` files of the folder. Raises DataError: the shards are unfinished, damaged,
-    or of another tokenizer."""
+    `files`: its `.ids` files. Raises DataError: they are unfinished, damaged, or of another
+    tokenizer."""
     place = request.place
     if manifest_file.size > MANIFEST_BOUNDS.size:
         raise DataError(Problem(place, f"{manifest_file.name} has {manifest_file.size:,} bytes", "check who wrote it"))

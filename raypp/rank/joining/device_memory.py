@@ -234,8 +234,7 @@ def _allocator(index: int) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the most bytes that this process has used: for tensors on a GPU, in all on a CPU.
-    Waits for nothing."""
+    """Returns the most bytes that this process has used: for tensors on a GPU, in all on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

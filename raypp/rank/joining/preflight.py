@@ -96,9 +96,8 @@ def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node listens, as it publishes it. `node`: the node's address as raypp knows it.
-    `why`: why it chose that interface. `identity`: what it answers with: the run, the attempt and
-    the node's number."""
+    """Where a node listens, as it publishes it. `node`: its address as raypp knows it. `why`: of
+    its interface. `identity`: what it answers with: run, attempt, the node's number."""
 
     node: _Text
     address: _Text

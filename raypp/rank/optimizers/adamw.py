@@ -34,7 +34,6 @@ _VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.Optimizer:
-    """Builds AdamW over named parameters."""
     return adamw_over(decay_groups(named, options), options, precision, Bf16Weights(named))
 
 
@@ -88,7 +87,6 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
         prepared = self._prepared or [self._parts(self._trained(group)) for group in self.param_groups]
         self._prepared = None
         for group, parts in zip(self.param_groups, prepared, strict=True):
@@ -129,7 +127,6 @@ class AdamWByRows(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

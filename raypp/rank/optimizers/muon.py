@@ -113,7 +113,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
         if self._adamw is not None:
             self._adamw.step()
         for group in self.param_groups:

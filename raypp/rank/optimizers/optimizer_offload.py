@@ -77,8 +77,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Moves weights (with `masters`) and state to host memory. Idempotent. Call it before the
-        first step, once the weights are set: what is written to them later does not reach the
-        device before the next update."""
+        first step, once the weights are set: later values would not reach the device."""
         if self._settled:
             return
         self._settled = True

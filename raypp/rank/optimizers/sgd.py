@@ -17,7 +17,6 @@ KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Sgd:
-    """Builds SGD over named parameters."""
     groups = decay_groups(named, options)
     return Sgd(groups, options.lr, options.momentum, Bf16Weights(named))
 
@@ -36,7 +35,6 @@ class Sgd(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
         if self.weights.any:
             for group in self.param_groups:
                 for parameter in group["params"]:

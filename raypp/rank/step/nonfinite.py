@@ -77,8 +77,7 @@ class FiniteGuard:
 
     def is_spike(self, step: int, loss: float, tell: Callable[[Event], None]) -> bool:
         """Whether the update of a step is left out for its loss, by `recovery.on_spike`; the same
-        on all ranks. Raises SpikeError: the run is to stop, or too many consecutive steps were
-        skipped."""
+        on all ranks. Raises SpikeError: the run is to stop, or too many steps in a row were."""
         if self._on_spike == "continue":
             return False
         usual = self.spikes.seen(loss, but_spikes=True)
@@ -104,7 +103,7 @@ class FiniteGuard:
     def handle(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
         """Handles a step that is not finite; returns if it is to be skipped. Collective over the
         ranks of the step's sums. Raises BrokenWeightsError: weights are not finite, so no later
-        step can be; NonFiniteError: by `recovery.on_nonfinite`, or too many consecutive steps were
+        step can be; NonFiniteError: by `recovery.on_nonfinite`, or too many in a row were
         skipped."""
         self._in_a_row += 1
         if self._weights_are_broken():

@@ -95,7 +95,6 @@ class _Recording:
         self._runtime.trace = self._trace
 
     def take(self, step: int, watch: Stopwatch) -> None:
-        """Takes what a step recorded."""
         parts = [Recorded(name, span.begin, span.end) for name, span in watch.spans]
         begin = parts[0].begin if parts else self._trace.clock.now()
         parts.append(Recorded("step", begin, self._trace.clock.now()))
@@ -203,9 +202,8 @@ class CommonClock:
 
 
 def compare_clocks(seat: Seat) -> CommonClock:
-    """Compares this rank's clock with rank 0's. Collective over the world. Processes of one host
-    read the same clock, so one rank per node exchanges messages with rank 0, node after node: a
-    node takes about twelve round trips."""
+    """Compares this rank's clock with rank 0's. Collective over the world. One rank per node
+    exchanges messages with rank 0, node after node: about twelve round trips each."""
     node_of = torch.zeros(seat.world_size, dtype=torch.int64)
     node_of[seat.rank] = seat.node_rank
     dist.all_reduce(node_of)

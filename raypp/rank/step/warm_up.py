@@ -129,8 +129,7 @@ class RouterLosses:
 
     def correct(self, sums: Tensor) -> None:
         """Moves the correction biases by the loads of a step: + rate · sign(mean load − load).
-        Every rank that holds a layer does the same (arXiv:2412.19437, section 2.1.2). Nothing moves
-        if the rate is 0."""
+        Every rank that holds a layer does the same (arXiv:2412.19437, section 2.1.2)."""
         if not self._rate:
             return
         loads_LE = sums.view(-1, self._width)[:, 2:]

@@ -25,9 +25,9 @@ def attend_by_products(
     q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, offset: int, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
     """Computes the attention of queries to keys of the same document, without sinks. `offset`:
-    position of the first query minus that of the first key. Every query must see a key. `rule`: the
-    layer's rule. Its sinks take part later, see `with_sinks`. Returns the output `[Q, H, D]` and
-    the lse `[Q, H]`, in fp32 or wider."""
+    position of the first query minus that of the first key. Every query must see a key. Sinks take
+    part later, see `with_sinks`. Returns the output `[Q, H, D]` and the lse `[Q, H]`, in fp32 or
+    wider."""
     attended: tuple[Tensor, Tensor] = _attend(q_QHD, k_NKD, v_NKD, offset, rule.window, rule.soft_cap, rule.scale)
     return attended
 

@@ -106,9 +106,8 @@ class PackedDocuments:
         cls, rows: Sequence[Sequence[int]], target: int, *, kernel: AttentionKernel | None = None
     ) -> PackedDocuments:
         """Builds it from the document lengths of each row, padded to `target`, on the host. The
-        last document of a row grows over the padding. A separate one would have no labels and would
-        only add a kernel launch. In causal attention, positions after the last real token do not
-        affect those before."""
+        last document of a row grows over the padding. A separate one would only add a kernel
+        launch. In causal attention, padding does not affect what is before."""
         lengths: list[int] = []
         for row in rows:
             if sum(row) > target:

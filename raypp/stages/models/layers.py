@@ -51,8 +51,7 @@ def new_norm(options: DecoderOptions, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `rule`: the layer's rule. With sinks, the module has the parameter
-    `sinks`, `[H]`."""
+    """Grouped-query attention by a layer's `rule`, which may have a parameter `sinks`, `[H]`."""
 
     def __init__(self, options: DecoderOptions, layer: Layer = PLAIN, rule: AttentionRule = NO_RULE) -> None:
         super().__init__()
@@ -77,9 +76,8 @@ class Attention(nn.Module):
             self.k_norm = new_norm(options, keys if layer.whole_norms else head)
 
     def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
-        """Computes the attention of a microbatch. `x_BTC`: input `[B, T, C]`. `rotary`: the layer's
-        table, see `raypp.stages.models.rotary`; None: no rotation. Returns the output
-        `[B, T, C]`."""
+        """Computes the attention of a microbatch `[B, T, C]`; returns the same shape. `rotary`: the
+        layer's table, see `raypp.stages.models.rotary`; None: no rotation."""
         q, k, v = self._projected(x_BTC)
         gate = None
         if self.layer.output_gate:

@@ -124,8 +124,7 @@ class _RecomputedGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        """Repeats the chunks of the forward, for the gradient `[V, C]` of the projection, or leaves
-        that for later."""
+        """Repeats the chunks for the gradient `[V, C]` of the projection, now or later."""
         weight_VC, x_SC, labels_S = ctx.saved_tensors
         compute = partial(_of_projection, weight_VC, x_SC, labels_S, ctx.cap, ctx.scale, upstream)
         if ctx.later is None:

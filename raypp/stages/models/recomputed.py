@@ -73,8 +73,7 @@ def attention(compute: Callable[..., T], *inputs: Tensor) -> T:
 def recomputed(forward: Callable[..., Any], *, keeps: bool = False, offloads: bool = False) -> Callable[..., Any]:
     """Returns a forward that keeps only its arguments for the backward. It may draw no numbers.
     `forward`: of a block. `keeps`: whether results of `product` and `attention` are kept, too.
-    `offloads`: whether hooks around the block take its arguments
-    (`pipeline.activation_offload`)."""
+    `offloads`: whether hooks take its arguments (`pipeline.activation_offload`)."""
     return partial(_run, forward, keeps, offloads)
 
 

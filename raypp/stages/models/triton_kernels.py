@@ -184,8 +184,7 @@ def _adamw(
 
 
 def by_expert(rows_NI: Tensor, stack_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiplies rows `[N, I]` by the transposed matrices of their experts: `[N, O]`. `rows_NI`:
-    sorted by expert."""
+    """Multiplies rows `[N, I]`, sorted by expert, by these' transposed matrices: `[N, O]`."""
     rows, width = rows_NI.shape
     experts, columns, _ = stack_EOI.shape
     out = rows_NI.new_empty(rows, columns)

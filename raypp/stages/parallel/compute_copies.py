@@ -137,8 +137,7 @@ def fill_wide_gradients(stages: Iterable[nn.Module]) -> None:
 
 def round_gradient(parameter: Tensor) -> None:
     """Rounds the wide gradient of a parameter `[...]` to the parameter's dtype, in place. Call it
-    once the sum is complete. So a weight has the same gradient with and without FSDP, up to the
-    order of the sum."""
+    once the sum is complete: then it is FSDP's gradient, but for the sum's order."""
     gradient = parameter.grad
     if gradient is not None and gradient.dtype != parameter.dtype:
         gradient.copy_(gradient.to(parameter.dtype))

@@ -45,17 +45,15 @@ class WholeRows:
         return np.arange(length)
 
     def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
-        """Returns the documents of whole rows padded to `length`, with attention across the ranks.
-        `rows`: the document lengths of each of the B rows, in tokens. All tensors of the documents
-        are on the host."""
+        """Returns the documents of whole rows padded to `length`, with attention across the ranks;
+        tensors on the host. `rows`: the document lengths of each of the B rows, in tokens."""
         return PackedDocuments.of_rows(rows, length, kernel=kernel)
 
 
 @dataclass(frozen=True)
 class _RingAcross:
     """Ring attention of one microbatch. `lengths`: lengths of all documents of whole rows. `hops`:
-    the hops of layers without a window and without a soft cap. `plans`: the plans by window, made
-    when a layer first needs them."""
+    of layers without window and soft cap. `plans`: by window, made when first needed."""
 
     ring: Ring
     lengths: Sequence[int]
@@ -193,9 +191,8 @@ class Ring:
         return arriving, [work for work in works if work is not None]
 
     def travelling(self, own: Tensor, hops: int) -> Iterator[Tensor]:
-        """Yields `own`, then the tensors of the ranks further to the left: `hops` in all. All have
-        the shape `[...]` of `own`. The next tensor arrives while the caller works on the current
-        one. Collective over the ring."""
+        """Yields `own` `[...]`, then the tensors of the ranks further to the left: `hops` in all.
+        The next one arrives while the caller works. Collective over the ring."""
         current = own
         for hop in range(hops):
             if hop + 1 == hops:

@@ -178,7 +178,6 @@ class OuterSync:
 
     @property
     def quiet(self) -> bool:
-        """Whether no exchange is under way."""
         return all(fragment.sent is None for fragment in self._fragments)
 
     @property
@@ -332,9 +331,8 @@ class OuterSync:
         return True
 
     def _exchanged(self, weights: Sequence[_Weight], own: Sequence[Tensor], tokens: int) -> Iterator[list[_Change]]:
-        """Exchanges weights, and yields the outer gradients of each exchange. Collective. There are
-        none if no replica has trained since the last one. Changes no state, so that it may run
-        beside the compute."""
+        """Exchanges weights, and yields the outer gradients of each exchange. Collective. None if
+        no replica has trained since. Changes no state, so that it may run beside the compute."""
         begin = time.perf_counter()
         counts = [count for (count,) in self._of_all([tokens])]
         if not any(counts):

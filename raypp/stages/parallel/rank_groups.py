@@ -133,8 +133,7 @@ def urgent(most: int | None = None) -> Any:
 
 
 def _own_group(lines: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
-    """Creates a second group over each list of ranks and returns the one with this rank. Collective
-    over the world."""
+    """Creates a second group over each list of ranks; returns this rank's. Collective."""
     own: dist.ProcessGroup | None
     own, _ = dist.new_subgroups_by_enumeration(lines, pg_options=options, group_desc=name)  # type: ignore[no-untyped-call]
     assert own is not None

@@ -136,9 +136,8 @@ class ReplicaSums:
 
     @torch.no_grad()
     def keep_residuals(self) -> None:
-        """Makes the step's residuals those of the next one. Call it after the update. A step that
-        is not applied must not call it: its gradients do not count, and neither does what rounding
-        took from them."""
+        """Makes the step's residuals those of the next one. Call it after the update, if there was
+        one: gradients that do not count leave no residuals."""
         for flat in self._flats:
             if flat.pending is not None and flat.residual is not None:
                 flat.residual.copy_(flat.pending)

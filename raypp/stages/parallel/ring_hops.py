@@ -271,8 +271,7 @@ class HopSegments:
 
 
 def hop_segments(plan: RingPlan) -> tuple[HopSegments, ...]:
-    """Returns the segments of each of the plan's hops, on the host. The plan must be that of the
-    zigzag layout."""
+    """Returns the segments of each hop of a plan of the zigzag layout, on the host."""
     first_documents = _documents(plan.blocks[0])
     first = _hop([(span, span) for span in first_documents], causal=True)
     later = ([(block.queries, block.keys) for block in blocks] for blocks in plan.blocks[1 : plan.hops])

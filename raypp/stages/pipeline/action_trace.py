@@ -64,7 +64,6 @@ class ActionTrace:
                     self._watch_gather(module, stage)
 
     def close(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         for sums in self._sums:

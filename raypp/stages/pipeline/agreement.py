@@ -120,9 +120,8 @@ class StepPlan:
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
-    """Returns the padded length of a microbatch: each cp rank's share is a multiple of `multiple`.
-    ceil(ceil(N / cp) / multiple) · multiple · cp; with a bucket, N is first rounded up to a
-    multiple of it."""
+    """Returns the padded length of a microbatch: ceil(ceil(N / cp) / multiple) · multiple · cp;
+    with a bucket, N is first rounded up to a multiple of it."""
     if bucket:
         tokens = math.ceil(tokens / bucket) * bucket
     return math.ceil(math.ceil(tokens / cp) / multiple) * multiple * cp

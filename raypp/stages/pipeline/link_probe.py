@@ -39,9 +39,8 @@ class Channels:
     device: torch.device
 
     def connect(self) -> None:
-        """Sends one number over every channel. NCCL connects two ranks at their first message and
-        blocks both until they are connected. That takes long, so it should not happen one pair
-        after the other in the first step."""
+        """Sends one number over every channel. NCCL connects two ranks at their first message,
+        which takes long and blocks both: not in the first step, pair after pair."""
         number = torch.zeros(1, device=self.device)
         for source, to in channels_of(self.rank_of_stage):
             if self.rank == source:

@@ -118,8 +118,7 @@ class PlannedStage(ChunkStage):
     # Messages to and from other ranks.
 
     def send(self, kind: MessageKind, microbatch: int) -> dist.Work:
-        """Sends a microbatch's activations, or the gradients of its input, without waiting. Either
-        is `[B, T, C]`."""
+        """Sends a microbatch's activations or its input's gradients `[B, T, C]`; never waits."""
         if kind == "F":
             (output,), _ = self.fwd_cache[microbatch]
             return self._send(output.detach(), microbatch, self.stage_index + 1, self.activations, "activations")
@@ -135,8 +134,7 @@ class PlannedStage(ChunkStage):
             return self._receive(received[microbatch], source)
 
     def unpack(self, kind: MessageKind, microbatch: int) -> None:
-        """Decodes a received message into the stage's input, or the gradients of its output. Either
-        is `[B, T, C]`."""
+        """Decodes a message into the stage's input, or the gradients of its output, `[B, T, C]`."""
         received, form, source, noun = self._incoming(kind)
         message = self._filled(received[microbatch], form, microbatch, source, noun)
         received[microbatch] = form.decode(message, self.shapes[microbatch], self.boundary_dtype)

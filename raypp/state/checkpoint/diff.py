@@ -29,9 +29,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two checkpoints. `only_a`: tensors that only the first has. `only_b`:
-    tensors that only the second has. `other_form`: tensors whose dtype or shape differs: the
-    first's, the second's."""
+    """How two checkpoints differ. `only_a`, `only_b`: tensors that only the first, the second has.
+    `other_form`: tensors whose dtype or shape differs: the first's, the second's."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]

@@ -60,8 +60,7 @@ def _shapes(options: DecoderOptions) -> dict[str, tuple[int, ...]]:
 
 
 def first_run(location: str) -> tuple[ObjectStore, str, int | None]:
-    """Returns store, name, and step (None: the newest) of `model.from_run`. Raises JobError: it
-    names no store."""
+    """Returns store, name, step (None: newest) of `model.from_run`. Raises JobError: no store."""
     url, run, step = split_location(location)
     if url is None:
         raise JobError(Problem(_KEY, f"{visible(location)} names no store", "write URL/NAME"))

@@ -105,9 +105,8 @@ def step_of(run: str, key: str) -> int | None:
 
 
 def split_location(text: str) -> tuple[str | None, str, int | None]:
-    """Parses a command's argument: `NAME`, `URL/NAME`, or either followed by `/step-N`. Returns URL
-    (None if the argument has none), run, step (None if the argument has none). Raises JobError: the
-    run's name is invalid."""
+    """Parses a command's argument: `NAME`, `URL/NAME`, or either followed by `/step-N`. Returns
+    URL, run, step; URL and step may be None. Raises JobError: the run's name is invalid."""
     step = None
     address = text.rstrip("/")
     head, _, last = address.rpartition("/")

@@ -221,9 +221,8 @@ def verify_checkpoint(
     every_byte: bool = True,
     progress: Callable[[int], None] = lambda _bytes: None,
 ) -> list[Problem]:
-    """Checks one checkpoint. `every_byte`: reads all objects again and compares their SHA-256;
-    otherwise compares sizes. Returns one problem per object that is missing, torn or corrupt, in
-    rank order; empty if there is none."""
+    """Checks one checkpoint. `every_byte`: compares the SHA-256 of all objects; else their sizes.
+    Returns one problem per object that is missing, torn or corrupt, in rank order."""
     try:
         commit = read_commit(store, run, step)
     except CheckpointError as error:

@@ -233,9 +233,8 @@ def remove_leftovers(store: ObjectStore, run: str, leftovers: Leftovers) -> None
 
 
 def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporter) -> threading.Thread:
-    """Starts a thread that reports the store's limitations and removes leftovers. Called at the
-    start of an attempt. Emits the events store_limited and leftovers_removed. Logs a failure: saves
-    report their own."""
+    """Starts a thread that reports the store's limitations and removes leftovers: the events
+    store_limited and leftovers_removed. Logs a failure: saves report their own."""
 
     def look() -> None:
         try:

@@ -190,9 +190,8 @@ class CheckpointSaver:
 
     @property
     def last_stall_s(self) -> float:
-        """Seconds that the last save stalled training. The sum of the wait for the previous save,
-        the start of the copy, and, in the step after it, the wait for the copy's end (0 until that
-        step's update)."""
+        """Seconds that the last save stalled training: the wait for the save before, the start of
+        the copy, and, in the step after it, the wait for the copy's end."""
         return self._before_s + (self._snapshot.held_s if self._snapshot is not None else 0.0)
 
     def skip(self, step: int) -> None:

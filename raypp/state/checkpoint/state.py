@@ -254,9 +254,8 @@ def _apart(stages: Sequence[nn.Module]) -> tuple[int, int]:
 
 
 def _replicas_there(saved: Collection[str]) -> list[int]:
-    """Returns the replicas whose optimizer states, own weights or residuals of outer steps a state
-    has; [0] if it has none. A checkpoint has all. In memory, each rank sees those of the replica
-    that it goes on as."""
+    """Returns the replicas whose own parts (optimizer, weights, residuals) a state has; else [0]. A
+    checkpoint has all. In memory, each rank sees those of the replica that it goes on as."""
     replicas, apart = set(), _has_momenta(saved)
     for full_name in saved:
         key, end, number = full_name.rpartition("/")[2].partition(OF_REPLICA)

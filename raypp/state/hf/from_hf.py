@@ -95,7 +95,6 @@ def _own_head(files: HfFiles) -> bool:
 
 def check_hf_weights(model: DecoderOptions) -> None:
     """Checks from the headers of the model's files that all tensors exist with the right shapes.
-    Raises CheckpointError: tensors are missing or have other shapes; names them; StoreError: the
-    store does not answer."""
+    Raises CheckpointError: tensors are missing or have other shapes; StoreError: no answer."""
     if model.from_hf is not None:
         matching_tensors(HfFiles(model.from_hf), model_tensors(model))

@@ -68,8 +68,7 @@ class _Index(TypedDict):
 
 
 class HfFiles:
-    """The files of one model. `url`: a directory, or `s3://bucket/prefix`. Raises JobError: the URL
-    names no store."""
+    """The files of a model. `url`: a directory or `s3://bucket/prefix`, else JobError is raised."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -153,8 +152,7 @@ class HfFiles:
         return with_dequantised(named, self.store.url, _FIX)
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
-        """Reads the bytes of the rows `[first, last)`. Raises CheckpointError: the file is missing
-        or torn."""
+        """Reads the rows `[first, last)`. Raises CheckpointError: the file is missing or torn."""
         if isinstance(tensor, Mxfp4Tensor):
             return dequantised(*(self.rows(part, first, last) for part in (tensor.blocks, tensor.scales))).tobytes()
         if isinstance(tensor, Fp8Tensor):

@@ -39,10 +39,9 @@ _UNUSED = (
 
 
 def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, Any]) -> DecoderOptions:
-    """Returns the `model:` section with the files that an export keeps. Files that are longer than
-    a value of a job may be are not kept, except for the context. Raises JobError:
-    generation_config.json is not JSON, or is too large; or a multimodal model's config.json is too
-    long to be kept."""
+    """Returns the `model:` section with the files that an export keeps. Files that are too long for
+    a job are not kept, except for the context. Raises JobError: generation_config.json is not JSON,
+    or is too large; or a multimodal model's config.json is too long to be kept."""
     generation, rest = files.generation_config(), multimodal(config)
     kept = OriginalFiles(
         config=_text(config),
@@ -127,9 +126,8 @@ def model_context(options: DecoderOptions, trained: int = 0) -> int:
 
 
 def exported_config(options: DecoderOptions, ours: dict[str, Any], context: int) -> dict[str, Any]:
-    """Returns the config.json of an export: the original's, with what training changed. `options`:
-    the `model:` section. `ours`: what raypp writes for a model without an original. `context`:
-    tokens that the model takes."""
+    """Returns the config.json of an export: the original's, with what training changed. `ours`:
+    what a model without an original gets. `context`: tokens that the model takes."""
     original, text = _config(options), _text_config(options)
     family = family_of(options)
     if original is None or family is None:

@@ -121,8 +121,7 @@ def list_slots(directory: Path) -> Iterator[tuple[SlotName, Path]]:
 
 def open_locked(path: Path, *, create: bool = False) -> int | None:
     """Opens a file and takes its lock; None if it is gone, or if a living process holds it.
-    `create`: creates the file, readable by its owner only. It must not exist. Raises OSError: the
-    file cannot be created."""
+    `create`: creates it, for its owner only. Raises OSError: it exists, or cannot be created."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     if create:
         flags |= os.O_CREAT | os.O_EXCL
@@ -284,9 +283,8 @@ def remove_dead(directory: Path | None = None) -> list[str]:
 
 
 def room(directory: Path, run: str, life: str) -> int:
-    """Returns how many bytes a run's files in the directory may take, including those it has there.
-    This is the minimum of what the file system, the host and the process's memory cgroup have left,
-    and the operator's limit."""
+    """Returns how many bytes a run's files in the directory may take in all: the minimum of what
+    file system, host and memory cgroup have left, and the operator's limit."""
     facts = os.statvfs(directory)
     free = [facts.f_bavail * facts.f_frsize, int(psutil.virtual_memory().available)]
     group = Path("/sys/fs/cgroup")

@@ -272,9 +272,8 @@ def parse_control(text: bytes, who: str, **expected: int) -> dict[str, Any]:
 
 
 def parse_facts(data: bytes, step: int, owner: int, who: str) -> tuple[dict[str, Any], bytes]:
-    """Reads control block and tail of a snapshot that another node sends back. `data`: the JSON of
-    the control block, a line feed, and the tail. Raises CheckpointError: they are torn, or of
-    another snapshot."""
+    """Reads control block and tail of a snapshot that another node sends back: JSON, a line feed,
+    the tail. Raises CheckpointError: they are torn, or of another snapshot."""
     text, _, tail = data.partition(b"\n")
     control = parse_control(text, who, rank=owner, step=step, tail_size=len(tail))
     if crc32(tail) != control["tail_crc"]:

@@ -54,9 +54,8 @@ class RankSlots:
         ]
 
     def keep_restored(self, attempt: int, steps: Mapping[int, int]) -> None:
-        """Keeps the files that ranks have restored until `remove_earlier_files`, and removes others
-        of earlier attempts now, since their sizes may not fit this mesh. `steps`: by rank, the step
-        of its snapshot."""
+        """Keeps restored files until `remove_earlier_files`, and removes others of earlier attempts
+        now, whose sizes may not fit this mesh. `steps`: by rank, the step of its snapshot."""
         self._restored = (attempt, steps)
         for name, path in self.files_of_earlier_attempts():
             if not self._is_restored(name):
@@ -150,7 +149,6 @@ class RankSlots:
             slot.close(delete=True)
 
     def add(self, slot: Slot) -> None:
-        """Adds a file to this rank's files."""
         self._numbers[slot] = len(self._numbers)
         self.slots = {**self.slots, slot: SnapshotBuffer(slot.memory)}  # the other thread may look through the last one
 

@@ -173,11 +173,10 @@ class MemoryTier:
         kept: tuple[int, Mapping[int, int]] | None = None,
     ) -> None:
         """Starts the tier. All ranks pass the same nodes, addresses, commit and `kept`, those of a
-        replica the same step. `restored`: the snapshot that was restored; it is kept until a newer
-        one is complete. None if the attempt did not restore from memory. `optimizer`: its update
-        waits for a copy of the state in progress. `kept`: attempt, and by rank the step, of the
-        snapshots that were restored, if no rank passes its own: they stay, and the first snapshot
-        follows at once."""
+        replica the same step. `restored`: the snapshot that was restored, kept until a newer one is
+        complete; None: not from memory. `optimizer`: its update waits for a copy of the state in
+        progress. `kept`: attempt, and by rank the step, of the snapshots that were restored, if no
+        rank passes its own: they stay, and the first snapshot follows at once."""
         self.committed = committed
         self._started, self._nodes, self._begun_at, self._taken = True, list(nodes), step, step
         if restored is not None:

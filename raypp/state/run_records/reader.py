@@ -83,7 +83,6 @@ class RunReader:
         return list(self._kept)
 
     def events(self) -> list[Event]:
-        """Returns all events, oldest first."""
         new = self._poll("events", self._event_cursor, read_event)
         if new:
             self._events = sorted([*self._events, *new], key=lambda event: event.time)

@@ -83,7 +83,6 @@ class RunRecorder:
         self._thread.start()
 
     def step(self, report: StepReport) -> None:
-        """Records a finished step."""
         self._steps.add(step_line(report, time.time()))
         self._count()
 
@@ -119,8 +118,7 @@ class RunRecorder:
             return in_time and self._failures == 0
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Writes everything, retries for `timeout_s`, and ends the thread. Returns whether
-        everything is durable."""
+        """Writes all, retries for `timeout_s`, ends the thread. Returns whether all is durable."""
         deadline = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         while not flushed and self._thread.is_alive() and time.monotonic() < deadline:

@@ -46,9 +46,9 @@ class Tracker(Protocol):
         """Takes a text of a step, in Markdown."""
 
     def rewind(self, step: int) -> bool:
-        """The run continues at `step`; what it knows of later ones is void. Called before the first
-        step of each life of the run, too. Returns whether it forgets them. If not, repeated steps
-        are left out."""
+        """The run continues at `step`; what it knows of later ones is void. Also called before the
+        first step of each life. Returns whether it forgets them; else repeated steps are left
+        out."""
 
     def close(self, state: str) -> None:
         """Writes everything. `state`: how the run ended, such as SUCCEEDED; empty if that is

@@ -239,13 +239,11 @@ class FolderCopy:
         self._copied: dict[str, tuple[int, int]] = {}
 
     def finish(self) -> None:
-        """Copies what is new and removes the folder. Raises StoreError: the store does not answer;
-        the folder stays."""
+        """Copies what is new, removes the folder, which stays if the store fails (StoreError)."""
         self.copy()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def copy(self) -> None:
-        """Copies what is new."""
         for path in sorted(self._folder.rglob("*")):
             if path.is_symlink() or not path.is_file():
                 continue

@@ -1,6 +1,5 @@
 """The first hour on new cards (`raypp doctor --first-hour`): ten checks in order, and their page.
-Without cards, the same runs on CPUs where it can; the rest is skipped with its reason. Nothing here
-runs a command."""
+Without cards, on CPUs where it can; the rest is skipped with its reason."""
 
 from __future__ import annotations
 

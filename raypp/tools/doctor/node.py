@@ -138,7 +138,6 @@ class NodeProbe:
         return self._listener.port
 
     def close(self) -> None:
-        """Stops serving."""
         if self._listener is not None:
             self._listener.close()
 

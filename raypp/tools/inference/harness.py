@@ -139,7 +139,6 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
 
 
 def before_first(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the first stop sequence."""
     return text[: min((text.index(stop) for stop in stops if stop and stop in text), default=len(text))]
 
 

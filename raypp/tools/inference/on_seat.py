@@ -116,8 +116,7 @@ def compute(request: Mapping[str, Any], seat: Seat, tell: Tell, turn: Turn = lam
 
 @contextmanager
 def _as_typed(request: Mapping[str, Any]) -> Iterator[None]:
-    """Works in the folder where the command was typed, if this node has it: tasks may name data by
-    relative paths."""
+    """Works in the folder where the command was typed, if it is here, for tasks' relative paths."""
     folder = Path(request["folder"])
     with chdir(folder) if folder.is_dir() else nullcontext():
         yield

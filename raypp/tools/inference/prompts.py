@@ -140,7 +140,6 @@ class Answer:
         self.finish = finish
 
     def text(self, tokenizer: PromptTokenizer) -> str:
-        """Returns the text of the new tokens."""
         before = tokenizer.decode(self.prompt.tokens)
         whole = tokenizer.decode([*self.prompt.tokens, *self.tokens])
         # A tokenizer may write a word's space only where another word precedes it.
@@ -148,8 +147,7 @@ class Answer:
         return text.partition(self.stop)[0] if self.stop else text
 
     def news(self, tokenizer: PromptTokenizer) -> str:
-        """Returns the text since the last call, up to the last whole character. What may become
-        `stop` waits, too."""
+        """Returns the text since the last call, but half characters and what may become `stop`."""
         text = self.text(tokenizer)
         if self.finish is None:
             text = text.rstrip(_UNFINISHED)

@@ -71,8 +71,7 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
 
 def decode(decoder: PipelineDecoder, settings: Mapping[str, Any], asked: Mapping[str, Any], tell: Tell) -> None:
     """Decodes the `prompts` of a turn with its `choice`. Rank 0 reports the tokens. Collective over
-    the pipeline. `settings`: `ends`, the ids that end a text, and `rows`, prompts that are decoded
-    together."""
+    the pipeline. `settings`: `ends`, ids that end a text, and `rows` that are decoded together."""
     prompts = [Prompt(tuple(tokens), limit) for tokens, limit in asked["prompts"]]
     tells = decoder.rank == 0
 

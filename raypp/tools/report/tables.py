@@ -78,7 +78,6 @@ def checkpoints(run: RunData) -> Html:
 
 
 def events(run: RunData) -> Html:
-    """Lists the newest events."""
     shown = list(reversed(run.events[-_MOST_EVENTS:]))
     rows = [
         (
@@ -115,7 +114,6 @@ def _sample(event: Event) -> Html:
 
 
 def job(run: RunData) -> Html:
-    """Shows the resolved job as YAML."""
     if run.job is None:
         return tag("p", "The job cannot be read.", cls="quiet")
     text = yaml.safe_dump(run.job, sort_keys=False, allow_unicode=True, width=100)

@@ -28,7 +28,6 @@ _LONGEST_DELAY_S = 30.0
 
 
 def build(recovery: RecoverySection) -> DefaultPolicy:
-    """Returns the policy with the job's options."""
     return DefaultPolicy(recovery.max_restarts, recovery.on_nonfinite == "restart")
 
 
