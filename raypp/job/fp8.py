@@ -64,6 +64,7 @@ def _sizes(options: DecoderOptions, experts: bool) -> tuple[Sizes, ...]:
     layers = []
     for index in range(options.num_layers):
         dense, stacks = _matrices(options, index), _matrices(options, index, dims=3) if experts else []
+        stacks = [one for one in stacks if not (one.transposed and quantised_base(options))]  # are dequantised
         each = [one.parameters // one.shape[0] for one in stacks]
         weights, widths = sum(one.parameters for one in dense), sum(sum(one.shape) for one in dense)
         widths += chosen * sum(sum(one.shape[1:]) for one in stacks)
@@ -76,18 +77,18 @@ def sizes_in_fp8(job: Job, layers: Iterable[int]) -> Sizes:
     whole = quantised_base(job.model) == "fp8"
     if not whole and (not job.train.dtypes.fp8 or quantised_base(job.model) is not None):
         return Sizes()
-    sizes = _sizes(job.model, job.train.fp8.experts and not whole)
+    sizes = _sizes(job.model, job.train.fp8.experts)
     return Sizes(*map(sum, zip(*(sizes[index] for index in layers if whole or layer_in_fp8(job, index)), strict=True)))
 
 
 def fp8_problems(job: Job) -> Iterator[Problem]:
     """Finds what stands against a job's products in fp8."""
     experts, lacks = job.train.fp8.experts, ""
-    if experts and (not job.train.dtypes.fp8 or quantised_base(job.model) is not None):
+    if experts and quantised_base(job.model) != "fp8" and (not job.train.dtypes.fp8 or quantised_base(job.model)):
         lacks = f"train.precision is {job.train.precision}, model.lora.base {quantised_base(job.model) or 'bf16'}"
     if lacks or (experts and with_experts(job.model) is None):
         fault = f"true, but {lacks or 'the model has no experts'}"
-        yield Problem("train.fp8.experts", fault, "leave it out, or use train.precision fp8 without such a base")
+        yield Problem("train.fp8.experts", fault, "leave it out, or use train.precision fp8, or model.lora.base fp8")
     if not job.train.dtypes.fp8:
         return
     layers, base = range(job.model.num_layers), quantised_base(job.model)

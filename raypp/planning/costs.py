@@ -390,7 +390,7 @@ def dequantise_seconds(job: Job, device: Device) -> float:
         return 0.0
     layers = range(job.model.num_layers)
     weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
-    weights -= sizes_in_fp8(job, layers).dense if base == "fp8" else 0  # are multiplied as they are
+    weights -= sum(sizes_in_fp8(job, layers)[:2]) if base == "fp8" else 0  # are multiplied as they are
     gpu = _DEQUANTISE_BYTES[base] / (device.bandwidth * 1e12)
     return (_DEQUANTISE_CPU_S[base] if device.kind == "cpu" else gpu) * weights / len(layers)
 

@@ -53,6 +53,10 @@ MODELS = {
     "adapters of experts": document(
         model={**EXPERTS, "lora": {"rank": 4, "alpha": 64}}, train={"fp8": {"experts": True}}
     ),
+    "experts on fp8": document(
+        model={**EXPERTS, "hidden_size": 64, "lora": {"rank": 4, "alpha": 64, "base": "fp8"}},
+        train={"precision": "bf16", "fp8": {"experts": True}},
+    ),
     "experts of gpt-oss": document(
         model={**EXPERTS, "kind": "gpt_oss", "num_experts": 4}, train={"fp8": {"experts": True}}
     ),

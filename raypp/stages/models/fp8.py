@@ -126,10 +126,16 @@ class _Product(torch.autograd.Function):
         return x_grad, weight_grad, None, None, None, None, None
 
 
-def frozen_product(x: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+def frozen_product(
+    x: Tensor,
+    rows: Tensor,
+    scales: Tensor,
+    ends: Tensor | None = None,
+    cast: Callable[..., tuple[Tensor, Tensor]] = rows_in_fp8,
+) -> Tensor:
     """Returns x · Wᵀ `[..., O]` of x `[..., C]` and a frozen matrix in e4m3 `[O, C]` with scales
-    `[O, 1]`."""
-    return _Product.apply(x, None, rows, scales, None, None, rows_in_fp8)  # type: ignore[no-any-return, no-untyped-call]
+    `[O, 1]`. `ends`, `cast`: as in `_Product`."""
+    return _Product.apply(x, None, rows, scales, None, ends, cast)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)

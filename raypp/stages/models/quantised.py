@@ -7,7 +7,8 @@ parallelism cuts them like any stack.
 
 Both products are operators of torch: the compiler does not look inside, so their bits do not depend
 on `train.compile`. Selective recomputation does not keep their results, and plans count on that.
-Matrices in fp8 are not dequantised, but for stacks of experts: see `raypp.stages.models.fp8`.
+Matrices in fp8 are not dequantised; stacks of experts only with `train.fp8.experts`: see
+`raypp.stages.models.fp8`.
 
 Legend: N rows of activations, C width of the input, O width of the output, E experts, F inner width
 of an expert, R bytes of a quantised row.
@@ -15,8 +16,8 @@ of an expert, R bytes of a quantised row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from raypp.job.family import Weight
 from raypp.job.lora import Base, is_quantised, row_bytes
 from raypp.job.precision import FP32, Dtype
-from raypp.stages.models.fp8 import frozen_product
+from raypp.stages.models.fp8 import frozen_product, fused_rows, rows_in_fp8
 from raypp.stages.models.grouped_products import grouped_mm
 from raypp.stages.models.quantised_rows import dequantise_rows, fp8_parts, quantise_rows
 
@@ -39,11 +40,14 @@ class Format:
         base: int8, nf4 or fp8.
         width: Weights in a row.
         transposed: The rows are those of the transposed matrix: C rows of O weights.
+        cast: Rounds rows for products in fp8, as `rows_in_fp8` does. None: products are of the
+            dequantised matrix.
     """
 
     base: Base
     width: int
     transposed: bool = False
+    cast: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def shape(self, stored: Sequence[int]) -> torch.Size:
         """Returns the shape `[..., O, C]` of the weights whose bytes have shape `[..., O, R]`."""
@@ -65,6 +69,8 @@ class Format:
 
     def product(self, x: Tensor, stored: Tensor, ends: Tensor | None = None) -> Tensor:
         """Multiplies `[..., C]` by the matrix whose bytes are given: `[..., O]`; see `_product`."""
+        if self.cast is not None:
+            return frozen_product(x, *fp8_parts(stored.to(torch.uint8), self.width), ends, self.cast)
         return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed))
 
 
@@ -150,18 +156,14 @@ class QuantisedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, base: Base, *, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.format = Format(base, in_features)
+        self.format = Format(base, in_features, cast=rows_in_fp8 if base == "fp8" else None)
         self.formats = {"weight": self.format}
         self.weight = self.format.empty((out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
-        if self.format.base == "fp8":
-            rows, scales = fp8_parts(self.weight.to(torch.uint8), self.in_features)
-            out = frozen_product(x, rows, scales)
-        else:
-            out = self.format.product(x, self.weight)
+        out = self.format.product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 
@@ -170,6 +172,15 @@ def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:
     for prefix, part in module.named_modules():
         for name, form in getattr(part, "formats", {}).items():
             yield f"{prefix}.{name}" if prefix else name, form
+
+
+def multiply_experts_in_fp8(stage: nn.Module, *, fused: bool) -> None:
+    """Makes stacks of experts in fp8 be multiplied as they are. `fused`: with a compiled cast."""
+    cast = fused_rows() if fused else rows_in_fp8
+    for part in stage.modules():
+        if (formats := getattr(part, "formats", None)) and not isinstance(part, QuantisedLinear):
+            ways = {name: None if form.transposed else cast for name, form in formats.items()}
+            part.formats = {name: replace(form, cast=ways[name]) for name, form in formats.items()}  # type: ignore[assignment]
 
 
 def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> None:

@@ -107,8 +107,9 @@ def _from_fp8(bytes_MR: Tensor, out_MC: Tensor) -> None:
 
 
 def fp8_parts(bytes_MR: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns the floats `[M, C]` of fp8 bytes, uint8 `[M, R]`, and their scales, fp32 `[M, 1]`."""
-    return bytes_MR[:, :width].view(torch.float8_e4m3fn), _fp32(bytes_MR[:, width : width + 4])
+    """Returns the floats `[..., M, C]` of fp8 bytes, uint8 `[..., M, R]`, and their scales, fp32
+    `[..., M, 1]`."""
+    return bytes_MR[..., :width].view(torch.float8_e4m3fn), _fp32(bytes_MR[..., width : width + 4])
 
 
 def _to_nf4(rows_MC: Tensor, out_MR: Tensor) -> None:

@@ -33,7 +33,7 @@ from raypp.job.precision import FP32
 from raypp.stages.models import grouped_products
 from raypp.stages.models.fp8 import compute_in_fp8
 from raypp.stages.models.products import defer_in
-from raypp.stages.models.quantised import store_rest, stored_formats, torch_dtype
+from raypp.stages.models.quantised import multiply_experts_in_fp8, store_rest, stored_formats, torch_dtype
 from raypp.stages.models.recomputed import recomputed
 from raypp.stages.parallel.compute_copies import ComputeCopies, sum_in
 from raypp.stages.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
@@ -103,6 +103,8 @@ def prepare_stage(
         defer_in(stage)
     if dtypes.fp8:
         compute_in_fp8(stage, job, kept=not job.mesh.reshard_after_forward)
+    if job.train.fp8.experts and quantised_base(job.model) == "fp8":
+        multiply_experts_in_fp8(stage, fused=job.train.compiles)
     if job.train.compiles:
         within = extent == "selective"
         if within:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from raypp.job.fp8 import experts_in_fp8, matrices_in_fp8, sizes_in_fp8
 from raypp.job.load import parse_job
 from raypp.stages.models.fp8 import Fp8Matrix, compute_in_fp8, kept_matrices, rows_in_fp8
 from raypp.stages.models.products import Projection
-from raypp.stages.models.quantised import QuantisedLinear
+from raypp.stages.models.quantised import Format, Quantised, QuantisedLinear
 from raypp.stages.models.stage import build_stage
 
 
@@ -107,6 +109,23 @@ def test_all_experts_at_once_give_the_bits_of_one_after_the_other(transposed: bo
         found.append((out, x.grad, stored.grad))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert not found[0][2][1].any() and not torch.equal(found[0][0][:5], random(12, 64)[:5] @ weight[0].t())
+
+
+def test_experts_of_a_frozen_base_are_multiplied_as_they_are() -> None:
+    counts, gradient = [5, 0, 4, 3], random(12, 48, seed=2)
+    form, ends = Format("fp8", 64, cast=rows_in_fp8), torch.tensor(counts).cumsum(0).to(torch.int32)
+    stored, found = form.quantise(random(4, 48, 64, seed=1)), []
+    for way in (form, replace(form, cast=None)):
+        stack, x = Quantised(stored, way), random(12, 64).requires_grad_()
+        out = torch.cat([one.product(rows) for rows, one in zip(x.split(counts), stack.unbind(), strict=True)])
+        out.backward(gradient)
+        found.append((out, x.grad))
+        if way.cast is not None:
+            at_once, x.grad = stack.product(x, ends), None
+            at_once.backward(gradient)
+            assert torch.equal(at_once, out) and torch.equal(x.grad, found[0][1])
+    for ours, theirs in zip(*found, strict=True):
+        assert 1e-3 < float((ours - theirs).detach().float().norm() / theirs.detach().float().norm()) < 0.04
 
 
 @pytest.mark.parametrize("kept", [True, False])

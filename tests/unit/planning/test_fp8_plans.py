@@ -9,7 +9,7 @@ from planned_jobs import job_with
 
 from raypp.job.checks import check_training
 from raypp.job.job import Job
-from raypp.planning.costs import DEVICES, computed_costs
+from raypp.planning.costs import DEVICES, computed_costs, dequantise_seconds
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Machines
 from raypp.planning.memory import rank_memories
@@ -44,8 +44,8 @@ STACKS = 8 * 3 * 4096 * 1536
         ),
         (
             "train.fp8.experts",
-            "precision is fp8, model.lora.base fp8 | without such a base",
-            {"model": EXPERTS, "lora": {"base": "fp8"}, "train": {"fp8": {"experts": True}}},
+            "precision is bf16, model.lora.base nf4 | model.lora.base fp8",
+            {"model": EXPERTS, "lora": {"base": "nf4"}, "precision": "bf16", "train": {"fp8": {"experts": True}}},
         ),
         ("model.lora.base", "is 14340 × 4096 | use int8", {**ODD, "lora": {"base": "fp8"}}),
     ],
@@ -80,6 +80,9 @@ def test_experts_in_fp8_are_kept_by_their_ranks_and_cost_less_time() -> None:
     assert more() == [2 * 3 * STACKS] * 2 and more(fsdp=2, ep=2) == [2 * 3 * STACKS // 2] * 2
     plain, fp8 = (computed_costs(job(experts), DEVICES["h100"]).layer for experts in (False, True))
     assert fp8.forward < plain.forward and fp8.backward < plain.backward
+    bases = (job_of(model=EXPERTS, lora={"base": "fp8"}, train={"fp8": {"experts": fp8}}) for fp8 in (False, True))
+    unpacked, multiplied = (dequantise_seconds(one, DEVICES["h100"]) for one in bases)
+    assert unpacked > 0 == multiplied
 
 
 def test_products_in_fp8_are_faster_on_cards_that_have_them() -> None:
