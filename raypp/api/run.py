@@ -155,8 +155,7 @@ def submit(
 
 
 def run(name: str) -> Run:
-    """Returns the run of a name, or of URL/NAME. Raises JobError: there is no such run. The message
-    suggests close names."""
+    """Returns the run of a name, or of URL/NAME. Raises JobError: there is no such run."""
     return Run.find(name)
 
 

@@ -31,8 +31,7 @@ class RunControl:
 
     @classmethod
     def find(cls, name: str) -> Self:
-        """Returns the run of a name, or of URL/NAME. Raises JobError: there is no such run. The
-        message suggests close names."""
+        """Returns the run of a name, or of URL/NAME. Raises JobError: there is no such run."""
         return cls(*find_run(name))
 
     @property

@@ -99,8 +99,7 @@ def ask(cluster: Cluster, call: Call, progress: Callable[[Any], None] = lambda _
 
 
 def python_of(cluster: Cluster) -> str:
-    """Returns the interpreter of a job's driver: this one when the head is this machine, else
-    `python` on the raylet's PATH."""
+    """Returns the interpreter of a job's driver: this one if the head is here, else `python`."""
     if cluster.embedded is not None:
         return shlex.quote(cluster.embedded.python)
     here = any(node.head and node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())

@@ -98,8 +98,8 @@ class Controller:
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
     def stop(self, patience_s: float, save: bool) -> dict[str, Any]:
-        """Requests the end of the run, and waits for it. Returns the fields of `RunEnd`;
-        `state: None` if the run has not ended yet."""
+        """Requests the end of the run, and waits for it. Returns the fields of `RunEnd`; `state:
+        None` if the run has not ended yet."""
         self._leader.reports.request_stop(save)
         end = time.monotonic() + patience_s
         while (outcome := self._leader.outcome) is None and time.monotonic() < end:
@@ -124,8 +124,7 @@ class Controller:
         self._leader.take_turn()
 
     def over_for_another(self, submission_id: str) -> bool:
-        """Returns whether this controller has ended its run and the caller is the Ray job of a
-        newer submission; then it exits."""
+        """Exits if it has ended its run and the caller is a newer submission; returns whether."""
         over = self._leader.outcome is not None and submission_id != self._request.submission_id
         if over:
             self._read.set()

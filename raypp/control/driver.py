@@ -164,8 +164,7 @@ def why_no_controller(error: str) -> tuple[str, int]:
 
 
 def why_not_after(runs: Sequence[str]) -> str:
-    """Returns why a run may not start: one of these, as URL/NAME, had to succeed before and did
-    not. Empty if all have."""
+    """Returns why a run may not start: one of these (URL/NAME) has not succeeded before; or ""."""
     for url, name in (run.rsplit("/", 1) for run in runs):
         try:
             end = read_end(open_store(url), name)

@@ -77,8 +77,7 @@ class ElasticSizing:
         return sizes + [0] * self._job.recovery.preemptible
 
     def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> None:
-        """Adapts placement and processes to the next attempt's mesh and to excluded nodes. Another
-        mesh needs other processes."""
+        """Adapts placement and processes to the next attempt's mesh and to excluded nodes."""
         shape = self.shape(machine)
         excluded = self._excluded(machine, placement, shape.world)
         last = self._last or self.wanted

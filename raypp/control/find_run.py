@@ -171,8 +171,7 @@ def _waits_in_line(place: RunPlace, reader: RunReader) -> str:
 
 
 def _why_not_led(place: RunPlace) -> str:
-    """Returns why the run's controller could not be started, as its Ray job said; empty if it
-    could, or if nobody knows."""
+    """Returns why the run's controller could not be started, as its Ray job said; or ""."""
     try:
         job = known_runs.cluster_of(place, _QUICK_S).dashboard.job(place.submission_id) if place.submission_id else None
     except RayppError:

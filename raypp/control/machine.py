@@ -362,8 +362,7 @@ def _lead_on(machine: Machine) -> Step:
 
 
 def _keeps_processes(machine: Machine) -> bool:
-    """Returns whether another attempt may follow whose ranks need no new processes: a process of
-    one mesh cannot take part in another."""
+    """Returns whether another attempt may follow on the same mesh, which reuses processes."""
     return machine.finish is None and not machine.stop and not machine.reshaping
 
 

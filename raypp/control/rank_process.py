@@ -1,5 +1,4 @@
-"""A worker process: where it runs, which device it has, and its set-up for a seat (environment,
-logging, process title, SIGTERM)."""
+"""A worker process: where it runs, its device, and its set-up for a seat."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ class Hangs:
 
 
 class Spares:
-    """Keeps idle processes and devices for ranks that will be lost. `is_full_size`: whether the run
-    has every rank it can have."""
+    """Keeps idle processes and devices for ranks that will be lost, while `is_full_size`."""
 
     def __init__(self, is_full_size: Callable[[Machine], bool]) -> None:
         self._is_full_size = is_full_size

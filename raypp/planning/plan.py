@@ -151,8 +151,7 @@ def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """The part of one rank. `label`: the place as text: `pp0-fsdp1`. `layers`: first and last layer
-    of each of its stages."""
+    """The part of one rank. `label`: as `pp0-fsdp1`. `layers`: first and last of each stage."""
 
     rank: int
     coordinates: Coordinates
@@ -241,8 +240,7 @@ class Plan:
         return last.peak_memory <= last.device_memory if last.device_memory else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the plan as plain JSON values, without the timeline, which `program` implies.
-        Omits empty remarks and assumptions."""
+        """Returns the plan as plain JSON values, without the timeline, which `program` implies."""
         shown = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "timeline"}
         for empty in ("remarks", "assumed"):
             if not shown[empty]:

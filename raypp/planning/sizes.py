@@ -118,8 +118,7 @@ class ModelSizes:
 
 @lru_cache(maxsize=64)
 def mixers(model: DecoderOptions) -> tuple[tuple[DeltaRule | None, int, int], ...]:
-    """Returns the delta rule of each layer, if it has one, and the widths of all its query heads
-    and of all its key heads."""
+    """Returns each layer's delta rule, if any, and the widths of its query and key heads."""
     sized = [(index, model.of_layer(index)) for index in range(model.num_layers)]
     return tuple(
         (model.delta_rule(index), own.num_heads * own.dim_per_head, own.kv_heads * own.dim_per_head)

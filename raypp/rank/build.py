@@ -28,8 +28,7 @@ from raypp.stages.pipeline.wire import message_seed, wire_format
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """This rank's part of the model. `tied`: sums the gradients of tied embeddings; None if they
-    are not tied, or frozen."""
+    """This rank's part of the model. `tied`: sums gradients of tied embeddings; None without."""
 
     modules: list[nn.Module]
     runtime: ProgramRuntime

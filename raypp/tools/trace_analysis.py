@@ -194,8 +194,7 @@ def predicted(
 
 
 def _gather_waits(one: RankTrace) -> dict[tuple[int, int], float]:
-    """Returns the seconds of waits for weights within each action, by step and the action's number
-    among all of the trace."""
+    """Returns the seconds of waits for weights within each action, by step and action's number."""
     waits: dict[tuple[int, int], float] = defaultdict(float)
     number = 0
     for span in one.spans:

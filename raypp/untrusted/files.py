@@ -130,8 +130,7 @@ def expand_home(path: str | Path) -> Path:
 
 
 def same_place(url: str, other: str) -> bool:
-    """Returns whether two URLs of stores, or paths of directories on this machine, are the same
-    place. Links are followed."""
+    """Returns whether two URLs of stores, or paths here, are one place. Links are followed."""
     if url == other or "://" in url + other:
         return url == other
     return os.path.realpath(url) == os.path.realpath(other)

@@ -99,8 +99,7 @@ def token_from_environment() -> str | None:
 
 
 class Dashboard:
-    """The dashboard of one cluster. `url`: as `dashboard_url` returns it. `token`: sent with every
-    request; None for no token."""
+    """The dashboard of one cluster. `url`: as of `dashboard_url`. `token`: sent with requests."""
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 20.0) -> None:
         self.url = url

@@ -29,8 +29,7 @@ _ASK_EVERY_S, _ASK_S, _WAKE_S = 5.0, 3.0, 60.0
 
 
 def ready(waiting: Sequence[Ticket], started: Sequence[Ticket] = ()) -> list[Ticket]:
-    """Returns the runs that wait for devices only: what they come after has ended, in whatever way.
-    Their drivers look how."""
+    """Returns the runs that wait for devices only: what they come after has ended, somehow."""
     names = {run: cluster_name(*run.rsplit("/", 1)) for ticket in waiting for run in ticket.after}
     awaited = set(names.values())
     living = awaited & {ticket.name for ticket in (*waiting, *started)}
@@ -103,8 +102,7 @@ def wake() -> None:
 
 
 def others_wait(own: str, priority: Priority) -> bool:
-    """Returns whether a run of no lower priority waits, or has had its turn and has no devices yet.
-    `own`: the run that asks."""
+    """Returns whether a run of no lower priority than `own` waits, or has no devices yet."""
     line = Line.read()
     others = (one for one in (*line.waiting, *line.started) if one.name != own)
     return any(PRIORITIES[one.priority] <= PRIORITIES[priority] for one in others)

@@ -159,8 +159,7 @@ def with_holds(free: Room, running: Sequence[Running], held: Mapping[str, float 
 def expected_starts(
     line: Sequence[Waiting], free: Room, running: Sequence[Running], now: float
 ) -> dict[str, float | None]:
-    """Returns when each run of the line starts if all take the time that is expected and none goes
-    past another; None: unknown."""
+    """Returns when each run starts if all take the expected time, in order; None: unknown."""
     starts, held = dict[str, float | None](), list(running)
     for one in line:
         begins, room = _first_room(one.need, free, held, now)

@@ -152,8 +152,7 @@ def moved_before(line: Sequence[Ticket], one: Ticket, other: Ticket) -> Ticket:
 
 
 def circle(run: str, after: Sequence[str], waiting: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the runs that would wait for each other if a run came after others. `waiting`: what
-    each run of the line comes after."""
+    """Returns the runs that would wait for each other. `waiting`: what each run comes after."""
     for one in after:
         if one == run:
             return [run]

@@ -177,8 +177,7 @@ class ControllerReporter:
 
 
 class _Trail:
-    """What a device has come to of what its host has queued. A mark that it has come to says where
-    it is until it comes to the next."""
+    """What a device has come to of its host's queue. A mark says where it is until the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -64,8 +64,7 @@ def posting_on(device_type: str) -> Posting:
 
 
 def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posting) -> dict[int, Line]:
-    """Returns the actions of every rank with their sends and receives. The result is deterministic:
-    every rank computes the same."""
+    """Returns every rank's actions with their sends and receives, the same on every rank."""
     if posting == "ahead":
         return _ahead(program, rank_of_stage, RECEIVES_AHEAD)
     paced = Simulator(program)

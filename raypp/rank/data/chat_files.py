@@ -29,7 +29,7 @@ _GIVE = "set data.chat_template to a file with a Jinja template"
 
 def row_encoder(request: Request, first: Callable[[], object]) -> RowEncoder:
     """Returns the encoder of a job's rows. `first`: reads the first row, only without a template.
-    Raises DataError: as `open_template`; or a conversation has none."""
+    Raises DataError: as `open_template`; or conversations have none."""
     data = request.data
     template, names = open_template(data), Names.of(data)
     if template is None and isinstance(row := first(), Mapping) and needs_template(row, names):

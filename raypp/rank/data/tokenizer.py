@@ -75,8 +75,7 @@ class Tokenizer(Protocol):
     remarks: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Returns the ids of a text, without an end id, int64 `[n]`. Raises NotEncodable: the
-        tokenizer cannot encode the text."""
+        """Returns the ids of a text, without an end id, int64 `[n]`. Raises NotEncodable."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Encodes several texts at once, which may be faster."""
@@ -108,8 +107,7 @@ def document_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> tuple[NDArray[n
 
 
 class PromptTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also gives text back. `bos_id`: the id that its files name as the beginning
-    of a text; None: none."""
+    """A tokenizer that also gives text back. `bos_id`: of the beginning of a text; None: none."""
 
     bos_id: int | None
 

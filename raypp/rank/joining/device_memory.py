@@ -241,8 +241,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def alloc_retries(device: torch.device) -> int:
-    """Returns how often this process' allocator found no room and gave back what it kept; 0 on a
-    CPU. Waits for nothing."""
+    """Returns how often this process' allocator found no room and gave back what it kept."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 

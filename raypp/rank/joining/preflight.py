@@ -207,8 +207,7 @@ def _link_error(seat: Seat, chosen: Chosen, place: Place, why: str) -> Unreachab
 
 
 def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
-    """Describes all links of a node in one line: up to three in full, else the slowest; and the
-    clocks that differ most."""
+    """Describes a node's links in one line: up to three, else the slowest; and the worst clocks."""
     if len(reports) <= _SHOWN_IN_FULL:
         links = f"links {'; '.join(map(str, reports))}"
     else:

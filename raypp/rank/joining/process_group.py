@@ -132,8 +132,7 @@ def _listening(address: str, port: int) -> int | None:
 
 
 def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """Waits until the store's server listens. Unlike TCPStore's own attempts to connect, this wait
-    ends when the attempt is aborted."""
+    """Waits until the store's server listens, or, unlike TCPStore, the attempt is aborted."""
     began, pause_s = time.monotonic(), _ASK_EVERY_S
     while True:
         try:

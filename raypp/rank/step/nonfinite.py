@@ -213,8 +213,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _gathered(own: Origin | None, group: dist.ProcessGroup | None) -> list[Origin]:
-    """Gathers the ranks' observations as JSON in uint8 tensors `[512]`: nothing that a peer sends
-    is unpickled. Collective."""
+    """Gathers what ranks saw as JSON in uint8 `[512]`: nothing is unpickled. Collective."""
     text = json.dumps(asdict(own)).encode() if own is not None else b""
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]

@@ -212,8 +212,7 @@ def _against_flex(setting: Setting) -> str | None:
 
 
 def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
-    """Chooses the kernel, and runs it once on CUDA, which also loads it. Raises JobError: the
-    kernel that the job names cannot be used."""
+    """Chooses the kernel, and runs it once on CUDA. Raises JobError: the job's cannot be used."""
     setting, wanted = Setting.of(job, device), job.train.attention
     against: dict[str, str] = {}
     failed: list[str] = []

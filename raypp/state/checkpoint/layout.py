@@ -56,8 +56,7 @@ def decision_key(run: str, attempt: int) -> str:
 
 
 def machine_key(run: str, number: int, version: int) -> str:
-    """Returns the key of what the controller had decided after so many transitions, of the
-    submission with a spec of this number."""
+    """Returns the key of what a submission's controller had decided after so many transitions."""
     return f"{run}/machine/{number}-{version:06d}.json"
 
 

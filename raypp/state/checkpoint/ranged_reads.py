@@ -124,8 +124,7 @@ def ranges_of(pieces: Iterable[Piece]) -> dict[str, list[tuple[int, int]]]:
 
 
 def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
-    """Reads and checks the header of every object of a checkpoint. Raises CheckpointError: an
-    object is missing, torn or corrupt."""
+    """Reads and checks every object's header. Raises CheckpointError: one is missing or corrupt."""
 
     def read(record: ObjectRecord) -> CheckpointFile:
         def check(raw: bytes | memoryview) -> bytes:

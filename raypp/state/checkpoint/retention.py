@@ -36,8 +36,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class BestOf:
-    """Which checkpoints are kept because they are good. `keep`: how many. `losses`: loss on the
-    held-out part, by step."""
+    """Which checkpoints are kept as good. `keep`: how many. `losses`: on held-out data, by step."""
 
     keep: int
     losses: Mapping[int, float]

@@ -42,8 +42,7 @@ _ROWS = 8
 
 
 class Scored(NamedTuple):
-    """A row to be scored. `tokens`: its ids; more than `scored`. `scored`: how many of the last ids
-    are scored, at least 1."""
+    """A row to be scored. `tokens`: its ids. `scored`: how many of the last, at least 1."""
 
     tokens: Sequence[int]
     scored: int
