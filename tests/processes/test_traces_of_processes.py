@@ -11,18 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from actor_names import DIED_UNEXPECTEDLY as RAY
 from programs import run_python
 
 from raypp.control import process_evidence
 from raypp.control.process_evidence import DeathEvidence, cause_of_death
-
-RAY = (
-    "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
-    "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. "
-    "End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high "
-    "memory usage. (2) ray stop --force is called. (3) The worker is crashed unexpectedly due to SIGSEGV or other "
-    "unexpected errors."
-)
 
 
 def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:

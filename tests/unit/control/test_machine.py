@@ -60,11 +60,6 @@ def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None
     assert machine.state is RunState.STOPPED
 
 
-def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
-    machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
-
-
 UNSAVED = m.RankFailed(failure("save_failed", step=8))
 FULL = m.RankFailed(failure("disk_full", step=8))
 AGAIN = (m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
@@ -136,23 +131,12 @@ def test_a_stop_that_another_failure_robs_of_its_save_is_no_success() -> None:
         assert isinstance(finish, m.Finish) and (finish.state, finish.exit_code) == (RunState.STOPPED, int(save))
 
 
-def test_a_stop_before_the_ranks_are_seated_ends_the_run() -> None:
-    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.StopAsked(True), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
-
-
 def test_what_comes_late_changes_neither_the_attempt_nor_the_newest_checkpoint() -> None:
     machine, commands = play(
         m.Machine(), *RUNNING, m.Committed(10), m.Committed(5), m.Claimed(7), m.NoResources("full")
     )
     assert (machine.attempt, machine.committed_step, machine.phase) == (1, 10, m.RunPhase.RUNNING)
     assert commands == [m.Launch()]
-
-
-def test_a_mesh_the_cluster_cannot_hold_fails_the_run_with_the_exit_code_of_missing_resources() -> None:
-    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.NoResources("too small"), m.AttemptEnded())
-    assert machine.state is RunState.FAILED
-    assert commands[-1] == m.Finish(RunState.FAILED, "too small", 4)
 
 
 ALIVE = m.TakenOver(1, 10, alive=True)
@@ -274,13 +258,6 @@ def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts
     assert (machine.shape, machine.restarts, len(machine.history)) == (HALF, 1, 1)
 
 
-def test_a_stop_while_the_run_was_to_grow_ends_it_whatever_fails_after_its_ranks_returned() -> None:
-    machine, commands = play(
-        m.Machine(), *GROWING, m.StopAsked(True), m.Finished(True, 7), m.RankFailed(failure()), m.AttemptEnded()
-    )
-    assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
-
-
 def test_with_room_again_the_run_saves_stops_and_takes_the_larger_mesh() -> None:
     machine, commands = play(m.Machine(), *GROWING)
     assert commands[-1] == m.SendRequests(Requests(stop=True, save_before_stop=True))
@@ -298,16 +275,32 @@ def test_a_run_does_not_grow_twice_without_a_newer_commit() -> None:
     assert play(machine, m.Committed(8), m.Reshape(WHOLE, 2))[1] != []
 
 
-def test_an_operators_stop_wins_over_a_change_of_mesh() -> None:
-    machine, _ = play(m.Machine(), *GROWING, m.StopAsked(), m.Finished(True), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED
-    shrinking, _ = play(m.Machine(), m.Start(), m.Claimed(1), m.Reshape(HALF, 4))
-    machine, commands = play(shrinking, m.StopAsked(), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED and m.Launch() not in commands
+SHRINKING = (m.Start(), m.Claimed(1), m.Reshape(HALF, 4))
+DIED = m.RankFailed(failure())
+STOPPED = m.Finish(RunState.STOPPED)
 
 
-def test_a_run_that_finishes_while_it_was_to_grow_has_succeeded() -> None:
-    assert play(m.Machine(), *GROWING, m.Finished(False), m.AttemptEnded())[0].state is RunState.SUCCEEDED
+@pytest.mark.parametrize(
+    ("events", "finish"),
+    [
+        pytest.param((*RUNNING, m.StopAsked(True), DIED), None, id="a rank dies while the run stops"),
+        pytest.param((m.Start(), m.Claimed(1), m.StopAsked(True)), STOPPED, id="a stop before there are seats"),
+        pytest.param(
+            (m.Start(), m.Claimed(1), m.NoResources("too small")), m.Finish(RunState.FAILED, "too small", 4),
+            id="the cluster cannot hold the mesh",
+        ),
+        pytest.param(
+            (*GROWING, m.StopAsked(True), m.Finished(True, 7), DIED), STOPPED, id="a stop before growth, then a failure"
+        ),
+        pytest.param((*GROWING, m.StopAsked(), m.Finished(True)), STOPPED, id="a stop wins over growth"),
+        pytest.param((*SHRINKING, m.StopAsked()), STOPPED, id="a stop wins over shrinking"),
+        pytest.param((*GROWING, m.Finished(False)), m.Finish(RunState.SUCCEEDED), id="it finishes before it grows"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_run_starts_no_other_attempt(events: tuple[m.MachineEvent, ...], finish: m.Finish | None) -> None:
+    machine, commands = play(m.Machine(), *events, m.AttemptEnded())
+    assert machine.state is (finish or STOPPED).state and finish in (None, commands[-1])
+    assert m.Launch() not in commands[1:]
 
 
 def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:

@@ -162,6 +162,16 @@ def test_a_host_that_stops_queueing_is_blamed(rank: int, mark: str) -> None:
     assert blamed(Harm(hosts=[(rank, mark)])).rank == rank
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [*(Harm(cards=[(3, mark)]) for mark in ("1F0", "1F3", "1SEND_B2", "1B4", "1B5")), Harm(hosts=[(3, "1F3")])],
+    ids=str,
+)
+def test_in_a_stage_of_several_cards_the_one_that_is_behind_is_blamed(harm: Harm) -> None:
+    """The other waits for it in the next action's gather."""
+    assert blamed(harm, pp=2, fsdp=2).rank == 3
+
+
 @pytest.mark.parametrize("cables", [[(1, 2), (2, 1)], [(1, 2)], [(2, 1)]])
 def test_of_a_cut_cable_both_ends_are_named_and_none_is_blamed(cables: list[tuple[int, int]]) -> None:
     blame = blamed(Harm(cables=cables))
@@ -187,21 +197,11 @@ def test_a_sum_of_all_ranks_that_does_not_end_is_nobodys() -> None:
     assert blame.rank is None and "all its ranks have been in the sum of loss and norms" in blame.cause
 
 
-@pytest.mark.parametrize("mark", ["1F0", "1F3", "1SEND_B2", "1B4", "1B5"])
-def test_in_a_stage_of_several_cards_the_one_that_is_behind_is_blamed(mark: str) -> None:
-    """The other waits for it in the next action's gather."""
-    assert blamed(Harm(cards=[(3, mark)]), pp=2, fsdp=2).rank == 3
-
-
 def test_cards_of_a_stage_that_stand_at_one_action_are_named_and_none_is_blamed() -> None:
     """One of them is stuck, or what is between them: the trail does not tell which."""
     blame = blamed(Harm(gathers=["1F3"]), pp=2, fsdp=2)
     assert blame.rank is None and blame.ring
     assert "pp1-fsdp0 (rank 2, node node-2) waits for `step 1F3` with pp1-fsdp1" in blame.cause
-
-
-def test_a_host_that_stops_holds_up_its_stage() -> None:
-    assert blamed(Harm(hosts=[(2, "1F3")]), pp=2, fsdp=2).rank == 2
 
 
 def test_a_card_that_is_stuck_in_its_update_is_blamed_from_the_next_step() -> None:

@@ -77,26 +77,26 @@ def test_bytes_that_are_no_text_become_printable():
     assert read_log(line).text.encode() == b"caf?"
 
 
-def test_steps_that_a_restart_left_behind_are_not_reported(store):
-    """Attempt 1 reached step 7; attempt 2 went back to step 5 and stopped after 6."""
-    record(store, "a1", [report(step, 1) for step in range(1, 8)])
-    record(store, "a2", [report(6, 2)])
-    assert [(row["step"], row["attempt"]) for row in RunReader(store, "r").history()] == [
-        *((step, 1) for step in range(1, 6)),
-        (6, 2),
-    ]
-
-
-def test_the_order_of_attempts_is_by_number_not_by_name_of_the_writer(store):
-    record(store, "a10", [report(2, 10, 10.0)])
-    record(store, "a9", [report(1, 9, 9.0), report(2, 9, 9.0)])
-    assert [row["loss"] for row in RunReader(store, "r").history()] == [9.0, 10.0]
-
-
-def test_a_report_sent_twice_within_an_attempt_hides_no_later_step(store):
-    record(store, "c1", [report(1), report(2), report(3)])
-    record(store, "c2", [report(2), report(3), report(4)])
-    assert [row["step"] for row in RunReader(store, "r").history()] == [1, 2, 3, 4]
+@pytest.mark.parametrize(
+    ("written", "rows"),
+    [
+        pytest.param(
+            {"a1": [(step, 1) for step in range(1, 8)], "a2": [(6, 2)]},
+            [*((step, 1) for step in range(1, 6)), (6, 2)],
+            id="a restart left steps behind",
+        ),
+        pytest.param({"a10": [(2, 10)], "a9": [(1, 9), (2, 9)]}, [(1, 9), (2, 10)], id="attempts go by number"),
+        pytest.param(
+            {"c1": [(1, 1), (2, 1), (3, 1)], "c2": [(2, 1), (3, 1), (4, 1)]},
+            [(1, 1), (2, 1), (3, 1), (4, 1)],
+            id="sent twice within an attempt",
+        ),
+    ],
+)
+def test_the_history_has_each_step_once_from_the_last_attempt_that_took_it(store, written, rows):
+    for writer, steps in written.items():
+        record(store, writer, [report(*one) for one in steps])
+    assert [(row["step"], row["attempt"]) for row in RunReader(store, "r").history()] == rows
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=20))
