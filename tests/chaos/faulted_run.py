@@ -210,7 +210,6 @@ class FaultedRun:
             assert_same_weights(self.weights(), reference.weights())
 
     def judge_leftovers(self) -> None:
-        """Asserts that no process, actor, placement group, shared memory or file is left."""
         laptop, name = self.laptop, self.name
         wait_for(lambda: not laptop.workers(f"{name}/"), f"the end of every rank: {laptop.workers()}")
         wait_for(lambda: not [one for one in laptop.actors() if one.startswith(f"raypp/{name}")], "no actor")

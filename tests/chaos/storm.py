@@ -52,8 +52,6 @@ class Fault:
 
 @dataclass
 class Storm:
-    """Applies faults to a run until its time is over."""
-
     run: Run
     seed: int
     mtbf_s: float
@@ -126,7 +124,6 @@ def job(laptop: Laptop, name: str, steps: int) -> Path:
 
 
 def compare(run: Run, calm: Run, steps: int) -> list[str]:
-    """Returns the differences from the undisturbed run. Empty if there are none."""
     wrong = []
     history = run.history()
     if [row["step"] for row in history] != list(range(1, steps + 1)):
@@ -189,7 +186,6 @@ def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], r
 
 
 def weather(laptop: Laptop, options: argparse.Namespace) -> int:
-    """Runs the storm, then the undisturbed run, and returns the exit code of the comparison."""
     run = laptop.start(job(laptop, "storm", 1_000_000), "--json")
     run.wait_step(EVERY)
     storm = Storm(run, options.seed, options.mtbf)
@@ -207,7 +203,7 @@ def weather(laptop: Laptop, options: argparse.Namespace) -> int:
     calm.wait(900)
     wrong += compare(run, calm, steps)
     parts = parts_of(run, [fault.at for fault in storm.faults], started, stopped)
-    interval = statistics.median(parts_median(run)) * EVERY
+    interval = statistics.median(row["step_s"] for row in run.history()) * EVERY
     command = f"make chaos MINUTES={options.minutes:g} MTBF={options.mtbf:g} SEED={options.seed}"
     reported = (
         f"`{command}`: {len(storm.faults)} faults and {len(run.events('restarting'))} restarts while {steps} steps "
@@ -225,10 +221,6 @@ def weather(laptop: Laptop, options: argparse.Namespace) -> int:
         ]
         (out / "storm.json").write_text(json.dumps({"faults": [asdict(one) for one in storm.faults], "events": events}))
     return 1 if wrong else 0
-
-
-def parts_median(run: Run) -> list[float]:
-    return [row["step_s"] for row in run.history()]
 
 
 def main() -> int:

@@ -291,7 +291,6 @@ class Run:
         return int(self.status()["step"])
 
     def wait_end(self) -> dict[str, Any]:
-        """Waits until the records show the run's end, even if no driver follows it."""
         final = ("SUCCEEDED", "FAILED", "STOPPED")
         self.until(lambda: self.status().get("state") in final, "the end")
         return self.status()
@@ -323,7 +322,6 @@ class Run:
         return weights(self.laptop.store(self.url), self.name, step)
 
     def assert_like(self, other: Run) -> None:
-        """Asserts that another run has the same history, and the same state at its end."""
         assert numbers(self.history()) == numbers(other.history())
         assert_same_weights(self.weights(), other.weights())
 
@@ -345,7 +343,6 @@ def numbers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Asserts that the weights and the optimizer state are equal bit for bit."""
     assert one.keys() == other.keys()
     different = [name for name in one if one[name].tobytes() != other[name].tobytes()]
     assert not different

@@ -73,7 +73,6 @@ def test_the_loss_is_that_of_the_local_command(laptop: Laptop, held_out: str) ->
 
 @pytest.fixture(scope="module")
 def tasks(laptop: Laptop) -> str:
-    """Tasks whose data lie where the command is typed."""
     pytest.importorskip("lm_eval")
     words = (laptop.directory / "words.txt").read_text().split()
     rows = [

@@ -41,7 +41,6 @@ _SIZES = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, 
 
 @cache
 def documents() -> dict[str, bytes]:
-    """Returns all objects of the run, by their keys."""
     job = parse_job({"name": NAME, "model": _SIZES, "data": {"kind": "synthetic", "seq_len": 32}})
     made = {SPEC: json.dumps(job_document(job)).encode(), attempt_key(NAME, 1): b'{"attempt": 1}'}
     shapes = model_tensors(job.model)

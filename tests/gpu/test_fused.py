@@ -30,7 +30,6 @@ GROUPS = (([3, 0, 129, 40], 40, 72), ([0, 0, 0, 172], 64, 136), ([1, 70, 1, 0, 0
 
 
 def updated(device: str, quantised: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Returns weights and moments after four updates."""
     torch.manual_seed(0)
     shapes = ((5,), (3, 7), (4, 256), (6, 600), (2, 3, 300))
     parameters = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
@@ -55,7 +54,6 @@ def dequantised(device: str, base: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 def assert_same_bits(compute: Callable[..., list[Tensor]], *arguments: Any, kernels: Any) -> None:
-    """Compares what a function returns with the kernels and with torch."""
     kept, found = fused.kernels, []
     try:
         for fused.kernels in (lambda device: kernels, lambda device: None):  # type: ignore[assignment]

@@ -110,7 +110,6 @@ def world_of(job: dict[str, Any]) -> int:
 
 @cache
 def reference(kind: str) -> dict[str, Any]:
-    """Returns the numbers of one rank on the CPU."""
     models = {"llama": LLAMA, "tied": TIED, "qwen3_moe": EXPERTS}
     return train(document(models[kind]), 1, "cpu")
 

@@ -57,7 +57,6 @@ class Office(Laptop):
         return office
 
     def two_host_job(self, name: str, **changes: object) -> Path:
-        """Writes a job with pp 2 × fsdp 2 for hosts with room for two ranks each."""
         return self.job(name, **{"mesh": {"pp": 2, "fsdp": 2}, "train__micro_batch_size": 2} | changes)
 
     def repair(self) -> None:

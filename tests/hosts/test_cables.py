@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def sent(program: str, *arguments: str) -> int:
-    """Runs two ranks on two hosts, and returns the bytes that the second has sent."""
     with bare_bed(2, "1gbit") as bed:
         cable = Path(f"/sys/class/net/{bed.network.cable(1)}/statistics/rx_bytes")
         before = int(cable.read_text())

@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def slowed(office: Office) -> Iterator[Office]:
-    """Limits the cable of host 1 to 100 Mbit/s."""
     office.bed.set_rate(1, "100mbit")
     yield office
     office.bed.set_rate(1, "1gbit")

@@ -37,7 +37,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmBed]:
 
 
 def job_file(slurm: SlurmBed, name: str, **changes: Any) -> Path:
-    """Writes a job of pp 2 × fsdp 2 into the folder that all nodes share."""
     document = {
         "name": name,
         "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 64, "vocab_size": 320},

@@ -71,7 +71,6 @@ print(sorted({"torch", "numpy", "boto3", "ray", "raypp.planning.schedules.pairs"
 
 
 def installed(place: Path) -> Path:
-    """Installs a user's own package, whose entry points name its schedule."""
     (place / "my_orders.py").write_text(SCHEDULE)
     (place / "my_optimizers.py").write_text("raise ImportError('planning needs no optimizer')\n")
     facts = place / "my_package-1.0.dist-info"

@@ -110,7 +110,6 @@ over.set()
 
 @pytest.fixture(scope="module")
 def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns what faulthandler writes for the thread of a rank in `attention`."""
     source = tmp_path_factory.mktemp("me") / "model.py"
     source.write_text(f"import sys{_LIVE}")
     words = run_python(str(source), timeout=60).stderr

@@ -49,7 +49,6 @@ class Collected(list[Event]):
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trackers, Collected]]:
-    """Returns a function that begins a life of a run with one tracker."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
 

@@ -77,7 +77,6 @@ class Screen:
         return self.process.wait()
 
     def assert_restored(self) -> None:
-        """Checks that the terminal is as it was: settings, screen and cursor."""
         assert termios.tcgetattr(self._its) == self.before
         assert self.seen.count(ENTER) == self.seen.count(LEAVE) == 1
         assert self.seen.rindex(CURSOR) > self.seen.rindex(b"\x1b[?25l")

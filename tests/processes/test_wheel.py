@@ -101,16 +101,12 @@ def link(distribution: metadata.Distribution, site: Path) -> None:
         if first == ".." or "__pycache__" in file.parts:
             continue
         theirs = Path(str(distribution.locate_file(""))) / first
-        shared = theirs.is_dir() and first.endswith((".dist-info", ".libs")) is False and not is_package(theirs)
-        parts = file.parts[:2] if shared and len(file.parts) > 1 else (first,)
+        package = first.endswith((".dist-info", ".libs")) or (theirs / "__init__.py").exists()
+        parts = file.parts[:2] if theirs.is_dir() and not package and len(file.parts) > 1 else (first,)
         target = site.joinpath(*parts)
         if not os.path.lexists(target):
             target.parent.mkdir(exist_ok=True)
             target.symlink_to(Path(str(distribution.locate_file(""))).joinpath(*parts))
-
-
-def is_package(folder: Path) -> bool:
-    return (folder / "__init__.py").exists()
 
 
 def files_below(folder: Path) -> list[str]:
@@ -125,7 +121,6 @@ def laptop(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment
 
 @pytest.fixture(scope="module")
 def store(laptop: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains the job that the wheel brings, here, and returns its store."""
     folder = tmp_path_factory.mktemp("trained")
     laptop.run("init", "quickstart", cwd=folder)
     words = ["-m", "raypp.rank", "--job", "quickstart.yaml"]

@@ -124,7 +124,6 @@ class World:
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Runs a function once in a world of its own (`World.run`)."""
     ranks = World(world, once=True)
     try:
         return ranks.run(function, *arguments)

@@ -107,14 +107,11 @@ class _Speaker:
             copied = {(name.rank, name.step) for name in names if name.kind == "copy"}
             held = {step for _, step in own if len({rank for rank, of in own if of == step}) == self._seat.world_size}
             copies = max((len({rank for rank, of in copied if of == step}) for step in held - {None}), default=0)
-            committed = kill.commit is None or self._committed(kill.commit)
+            committed = kill.commit is None or self._store.head(commit_key(self._seat.run, kill.commit)) is not None
             if (not kill.memory or len(whole) == self._seat.world_size) and copies >= kill.copies and committed:
                 return
             time.sleep(0.002)
         raise TimeoutError(f"no snapshots or commit of step {kill.after}: {names}")
-
-    def _committed(self, step: int) -> bool:
-        return self._store.head(commit_key(self._seat.run, step)) is not None
 
     def step(self, report: StepReport) -> None:
         self._connection.send(("step", report))

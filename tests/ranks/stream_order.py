@@ -180,7 +180,6 @@ class StreamOrder(DispatchMode):
             memory.reads.append(now)
 
     def launch(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
-        """Notes an operator on the current stream."""
         self._number += 1
         self.used.add(self.current)
         self.order.update_seq_num(self.current, self._number)
@@ -196,7 +195,6 @@ class StreamOrder(DispatchMode):
                 self._access(memory, name, write=True)
 
     def _host(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
-        """Checks an operator of the host."""
         for one in (*read, *written):
             memory = self._memory(one)
             if memory is None:

@@ -50,8 +50,6 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers of the model, under their global names."""
-
     def __init__(self, layers: range, width: int, inner: int) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(index): Block(width, inner) for index in layers})

@@ -112,7 +112,6 @@ class Records(CollectingReporter):
 
 
 def interrupted(rank: int, world: int, port: int, source: dict[str, Any], step: int) -> list[int]:
-    """Ends in the first evaluation, and returns the steps that were run."""
     job, reported = parse_job(source), EndsAfterSaving(source, step)
     with pytest.raises(LostPeerError):
         run_rank(decide(job), seat_of(rank, world, port, job), reported)
@@ -171,7 +170,6 @@ def world_of(source: dict[str, Any]) -> int:
 
 @cache
 def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
-    """Returns rank 0's reports of a complete run and the final weights."""
     source = source_of(name, every)
     with TemporaryDirectory() as folder:
         source["checkpoint"] = {"url": folder, "every_steps": 0}

@@ -99,7 +99,6 @@ def texts_of(source: Source, pp: int, rows: int, prompts: Sequence[Encoded], *ch
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[float, Any]:
-    """What one process generates, greedily and with draws."""
     source = find_source(f"{place}/plain")
     greedy, drawn = texts_of(source, 1, 2, encoded(source), {}, {"temperature": 1.5, "top_p": 0.9, "seed": 10})
     return {0.0: greedy, 1.5: drawn}

@@ -18,7 +18,6 @@ CHUNK = 32
 
 
 def in_chunks(rank: int, world: int, port: int, job: dict[str, Any], *arguments: Any) -> dict[str, Any]:
-    """Trains with chunks small enough for this model."""
     loss_memory.CPU_BYTES = 4 * job["model"]["vocab_size"] * CHUNK
     return train_steps(rank, world, port, job, *arguments)
 

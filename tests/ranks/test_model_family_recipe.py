@@ -53,7 +53,6 @@ def python_in(place: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with the two files of the page."""
     place = tmp_path_factory.mktemp("family")
     files = {
         "raypp/job/families/seed_oss.py": FAMILY,

@@ -71,7 +71,6 @@ def train(
     wrap: Callable[[Loader, int], Any] = lambda loader, replica: loader,
     before: Callable[[int, StepRunner], None] = lambda step, runner: None,
 ) -> list[Weights]:
-    """Trains, and returns the weights after each step."""
     parsed, found = parse_job(job), []
     ends: list[Weights] = []
 

@@ -25,7 +25,6 @@ STEPS = 8
 def life(
     rank: int, world: int, port: int, job: dict[str, Any], stop_at: int = 99, save_at: int = 0
 ) -> tuple[int | None, list[Any]]:
-    """Runs a rank that is asked for a stop from a query on, or for a save by one."""
     reported, parsed = (
         CollectingReporter(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)),
         parse_job(job),

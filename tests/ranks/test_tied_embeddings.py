@@ -24,7 +24,6 @@ def tied(**settings: Any) -> dict[str, Any]:
 
 
 def assert_one_matrix(results: list[dict[str, Any]]) -> None:
-    """Asserts that the matrix and its gradients have the same bits on all ranks that hold them."""
     holders = [result for result in results if MATRIX in result["weights"]]
     assert not any("lm_head.weight" in result["weights"] for result in results)
     for holder in holders[1:]:

@@ -129,7 +129,6 @@ def scale_of(q_QHD: Tensor, segments: Segments) -> float:
 
 
 def scores_of(q_QHD: Tensor, k_NKD: Tensor, segments: Segments) -> Tensor:
-    """Returns the scores `[H, Q, N]`."""
     scores = q_QHD.transpose(0, 1).to(wide(q_QHD)) @ per_query_head(k_NKD, q_QHD).transpose(1, 2)
     scores = scores * scale_of(q_QHD, segments)
     if not segments.causal:

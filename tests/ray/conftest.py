@@ -53,8 +53,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclass
 class Started:
-    """A started run whose ranks are stand-ins."""
-
     name: str
     cluster: Cluster
     submission_id: str
@@ -106,7 +104,6 @@ class Started:
         self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
 
     def let_go(self) -> None:
-        """Lets the ranks take the step that `hold` names."""
         (self.place / "go").touch()
 
     def wait_end(self) -> dict[str, Any]:
@@ -156,13 +153,11 @@ class Started:
         return {actor["name"] or actor["repr_name"] for actor in self.actors() if actor["state"] != "DEAD"}
 
     def groups(self) -> set[str]:
-        """Returns the states of the run's placement groups, including those of spares."""
         groups = self.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
         own = (f"raypp/{self.name}", f"raypp/{self.name}/spares")
         return {group["state"] for group in groups if without_digest(group["name"]) in own}
 
     def assert_nothing_left(self) -> None:
-        """Asserts that no process, actor or placement group is left, standby workers included."""
         self.wait(lambda: not self.living_actors(), "the end of every actor")
         self.wait(lambda: self.groups() <= {"REMOVED"}, "the end of the placement groups")
         pids = [actor["pid"] for actor in self.actors() if actor["pid"]]

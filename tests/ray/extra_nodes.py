@@ -64,8 +64,6 @@ class Node:
 
 
 class ExtraNodes:
-    """Context manager that adds nodes and ends them on exit."""
-
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._nodes: list[Node] = []

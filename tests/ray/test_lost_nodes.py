@@ -173,7 +173,6 @@ def test_after_a_hang_without_a_culprit_a_node_that_fails_its_test_is_left_out(
 
 
 def _real() -> dict[str, Any]:
-    """Returns the sections of a job whose ranks train."""
     return {
         "rank_function": None,
         "mesh": {"pp": 2, "dp_replicate": 2},

@@ -28,7 +28,6 @@ def asked(source: Source, prompts: list[Encoded], job: Job, cluster: Cluster | N
 
 
 def wait_for_two_free(cluster: Cluster) -> None:
-    """Waits until the dashboard lists two free nodes: seconds after Ray knows them."""
     end = time.monotonic() + 120
     while sum(node.free_cpus >= CPUS for node in cluster.dashboard.nodes()) < 2:
         assert time.monotonic() < end, cluster.dashboard.nodes()

@@ -33,7 +33,6 @@ def _all(run: Started, number: int) -> None:
 
 
 def _assert_all_agree(run: Started, status: dict[str, Any], end: str, step: int) -> None:
-    """Asserts that the status, the history, the events and the driver's last output agree."""
     history, events = run.reader.history(), run.reader.events()
     assert [row["step"] for row in history] == list(range(1, step + 1))
     records = (status["state"], status["step"], status["loss"], status["tokens_per_s"], status["attempt"])

@@ -48,7 +48,6 @@ def server(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def run() -> str:
-    """Returns a run name that no other test uses."""
     return next(_RUNS)
 
 

@@ -38,14 +38,12 @@ class OneRank:
         self.saver = CheckpointSaver(store, run, {}, seat, InOneProcess(), self.reporter, keep=keep)
 
     def save(self, step: int) -> None:
-        """Takes one training step and starts to save it."""
         self.stage(torch.ones(2, 1024)).sum().backward()
         self.optimizer.step()
         self.weights[step] = self.stage.weight.detach().clone()
         self.saver.save(step, [self.stage], self.optimizer, {"data_position": {"row": step}})
 
     def save_and_wait(self, step: int) -> bool:
-        """Returns whether the step was committed."""
         self.save(step)
         return self.saver.wait() == step
 
@@ -60,7 +58,6 @@ class OneRank:
 
 
 def saved(store: ObjectStore, run: str, *steps: int, keep: int = 9) -> OneRank:
-    """Returns a rank that has saved these steps."""
     rank = OneRank(store, run, keep)
     for step in steps:
         assert rank.save_and_wait(step), rank.failures()

@@ -52,7 +52,6 @@ class Identities:
             self.wait(lambda: self.may(taken_back, "list_objects_v2"), False)
 
     def may(self, name: str, operation: str, **request: Any) -> bool:
-        """Returns whether a request with that key succeeds."""
         client = self.store(name)._clients.current
         try:
             getattr(client, operation)(Bucket=BUCKET, **request)
@@ -224,7 +223,6 @@ def other_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_elsewhere(
     url: str, run: str, steps: str, shift_s: int, clock: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Saves in a process whose clock is wrong."""
     here = Path(__file__).parent
     program = _SAVE.format(paths=[str(here), str(here.parent / "servers")])
     return subprocess.run(

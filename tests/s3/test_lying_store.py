@@ -102,7 +102,6 @@ def test_every_command_succeeds_on_the_store_when_it_does_not_lie(
 def tell(
     place: FaultProxy, lie: str, commands: list[str], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[str, int, str]]:
-    """Runs commands on a store that lies; returns what each said."""
     place.add(LIES[lie][0], times=None, lie=LIES[lie][1])
     answers = []
     for name in commands:

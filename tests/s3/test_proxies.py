@@ -54,10 +54,6 @@ def test_given_keys_are_used_without_a_search_for_others(
     assert squid.seen == []
 
 
-def store_elsewhere() -> S3Store:
-    return S3Store(BUCKET, "runs", endpoint=ELSEWHERE, access_key="K", secret_key="S")
-
-
 def refusal_of(store: S3Store) -> StoreError:
     with pytest.raises(StoreError) as caught:
         store.probe()
@@ -79,7 +75,7 @@ def test_a_proxy_that_refuses_is_named_first(
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "0")
     with hostile.server(PAGES[page], status) as proxy:
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
-        error = refusal_of(store_elsewhere())
+        error = refusal_of(S3Store(BUCKET, "runs", endpoint=ELSEWHERE, access_key="K", secret_key="S"))
     (problem,) = error.problems
     assert problem.fault.startswith(f"through the proxy {proxy} (http_proxy): ")
     assert problem.fix.startswith("name its host in NO_PROXY")

@@ -123,8 +123,6 @@ class Chromium:
 
 
 class Page:
-    """A page of a browser, as `Chromium.page` returns it."""
-
     def __init__(self, browser: Chromium, session: str, scale: float) -> None:
         self._browser, self._session, self._scale = browser, session, scale
 
@@ -154,7 +152,6 @@ class Page:
         return str(self.run("document.body ? document.body.innerText : ''"))
 
     def wait_text(self, *wanted: str, patience_s: float = _PATIENCE_S) -> str:
-        """Waits until the page shows all these texts; returns its text."""
         end = time.monotonic() + patience_s
         while not all(word in (text := self.text()) for word in wanted):
             assert time.monotonic() < end, f"the page does not show {wanted}:\n{text[:2000]}"

@@ -74,7 +74,6 @@ FAMILIES = (
 
 
 def write_family(name: str, folder: Path) -> Path:
-    """Writes a family's tokenizer with its files; returns tokenizer.json."""
     spm = ["<unk>", "<s>", "</s>"]
     roles: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
     more: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -118,7 +118,6 @@ class FaultProxy:
             self._faults.clear()
 
     def up(self) -> None:
-        """Starts to listen, on the same port as before."""
         if self._listener is not None:
             return
         listener = socket.socket()
@@ -129,7 +128,6 @@ class FaultProxy:
         threading.Thread(target=self._accept, args=(listener,), daemon=True, name="fault-proxy").start()
 
     def down(self) -> None:
-        """Stops listening and resets open connections."""
         listener, self._listener = self._listener, None
         if listener is not None:
             # close() alone does not wake the thread in accept(): it would accept another
@@ -264,8 +262,6 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
 
 
 class _Reader:
-    """Reads a connection as HTTP heads and bodies."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._held = b""

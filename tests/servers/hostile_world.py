@@ -150,7 +150,6 @@ def write_world(folder: Path, home: Path, text: str) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the commands that read a world in the working directory."""
     given = os.fsdecode(text.replace("\0", "")[:3000].encode("utf-8", "surrogatepass"))
     return [
         ["status", "a"], ["status", "s/b"], ["events", "a"], ["logs", "a"], ["list"], ["status", f"s/{given}"],

@@ -68,8 +68,6 @@ def test_what_a_node_lacks_is_named_together(monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def dashboard(answers: dict[str, Any]) -> Iterator[Dashboard]:
-    """Serves these answers as a dashboard would; 404 for other paths."""
-
     def respond(_: str, path: str, __: bytes) -> tuple[int, bytes]:
         return 200 if path in answers else 404, json.dumps(answers.get(path)).encode()
 

@@ -23,8 +23,6 @@ from raypp.storage.directory import DirectoryStore
 
 
 class SmallDisk(DirectoryStore):
-    """Has room for a number of bytes of checkpoints."""
-
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.room = 1 << 40
@@ -38,8 +36,6 @@ class SmallDisk(DirectoryStore):
 
 
 class Pair:
-    """Two pipeline ranks of one attempt, with their savers."""
-
     def __init__(self, store: DirectoryStore) -> None:
         self.reporter, talk = CollectingReporter(), InOneProcess()
         self.savers, self.stages = [], []

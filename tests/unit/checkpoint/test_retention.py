@@ -36,7 +36,6 @@ class History:
         self.attempt = claim_next_attempt(self.store, RUN)
 
     def upload(self, ranks: int = RANKS) -> tuple[ObjectRecord, ...]:
-        """Writes some ranks' objects of the next step, uncommitted."""
         records = []
         for rank in range(ranks):
             key, data = rank_key(RUN, self.step, self.attempt, rank), f"{self.step} {self.attempt} {rank}".encode()

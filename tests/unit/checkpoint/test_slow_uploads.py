@@ -66,7 +66,6 @@ def announcements(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 def save(
     root: Path, announcements: Link, rank: int, store: Any = None, timeout_s: float = TIMEOUT_S, **more: Any
 ) -> tuple[CheckpointSaver, CollectingReporter]:
-    """Begins to save step 1 on a rank of two."""
     reporter, stage = CollectingReporter(), model()
     seat = Seat(RUN, 1, rank, 2, Coordinates(), ONE)
     saver = CheckpointSaver(

@@ -168,8 +168,6 @@ def test_a_snapshot_released_early_lets_nobody_write_where_the_next_one_is(slow_
 
 
 class Held(DirectoryStore):
-    """Stores nothing before the event is set."""
-
     goes_on: threading.Event
 
     def put_stream(self, *arguments: Any) -> Any:

@@ -187,8 +187,6 @@ def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
 
 
 class _Idle(Dashboard):
-    """A cluster of one node without GPUs on which nothing runs."""
-
     def nodes(self) -> list[NodeResources]:
         return [NodeResources("n", "10.0.0.1", "", 9, 0, 9, 0)]
 
@@ -198,7 +196,6 @@ class _Idle(Dashboard):
 
 @pytest.fixture
 def on_an_idle_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets submissions find a cluster on which nothing runs."""
     cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
     monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
     monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)

@@ -15,7 +15,6 @@ from raypp.control.attempt import AttemptPhase
 from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFailed, Seated
 from raypp.control.process_evidence import Death
 from raypp.control.protocol import WorkerStatus
-from raypp.control.seats import Rank
 from raypp.control.worker_group import Member
 from raypp.errors import DataError
 from raypp.failure_kinds import FailureKind
@@ -58,10 +57,6 @@ def running(attempt: StandIns) -> StandIns:
     for rank in attempt.ranks:
         rank.state = "step"
     return attempt
-
-
-def of_bundle(attempt: StandIns, bundle: int) -> Rank:
-    return next(rank for rank in attempt.ranks if rank.bundle == bundle)
 
 
 def failures(events: list[Any]) -> list[tuple[int, str]]:
@@ -117,7 +112,7 @@ def test_a_process_of_an_earlier_attempt_that_does_not_answer_is_replaced(
 
 def test_a_process_that_died_between_two_attempts_is_replaced_and_that_is_no_failure(attempt: StandIns) -> None:
     starting(attempt, reused=0)
-    attempt.says(of_bundle(attempt, 0), ActorDiedError())
+    attempt.says(next(rank for rank in attempt.ranks if rank.bundle == 0), ActorDiedError())
     assert attempt.poll(0.0) == []
     assert attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]
 

@@ -64,7 +64,6 @@ def options_of(folder: Path, base: str, kind: str = "qwen2") -> DecoderOptions:
 
 
 def file_tensor(tensors: dict[str, np.ndarray], name: str) -> torch.Tensor:
-    """Returns a global tensor; experts are stacked."""
     if name in tensors:
         return torch.from_numpy(tensors[name])
     block, _, matrix = name.rpartition(".")

@@ -69,7 +69,6 @@ LAYOUTS = ("language_model.model.", "model.language_model.")
 
 
 def written(kind: str, folder: Path, layout: str = LAYOUTS[0], **changed: Any) -> Path:
-    """Saves a small model of text and vision with a processor's file."""
     torch.manual_seed(3)
     keys = {"model_type": kind, **WHOLES[kind], "image_token_index": 299, **changed}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)

@@ -276,7 +276,6 @@ def _file_with(name: str, content: bytes, use: Callable[[Path], object]) -> Case
 
 
 def document_cases() -> Iterator[tuple[str, Case]]:
-    """Cases of the files that hold one JSON document."""
     kinds: list[tuple[str, dict[str, Any], Callable[[Path], object]]] = [
         ("tokenizer.json", TOKENIZER, use_tokenizer),
         ("generation_config.json", {"eos_token_id": 3, "top_p": 0.9}, export_tokenizer_beside),

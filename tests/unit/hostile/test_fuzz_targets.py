@@ -34,10 +34,6 @@ def _fails(data: bytes) -> None:
         raise KeyError("a")
 
 
-def _waits(data: bytes) -> None:
-    threading.Event().wait(60)
-
-
 def _computes(data: bytes) -> None:
     try:
         while True:
@@ -50,15 +46,11 @@ def _refuses(data: bytes) -> None:
     raise CheckpointError("this is no document")
 
 
-def _takes_memory(data: bytes) -> None:
-    assert len(b"x" * (250 << 20)) > 0
-
-
 def test_what_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for run, said, cpu_s, wall_s in (
         (_fails, "KeyError: 'a'", 20.0, 60.0),
         (_computes, "0.1 s of CPU", 0.1, 60.0),
-        (_waits, "0.2 s in all", 20.0, 0.2),
+        (lambda _: threading.Event().wait(60), "0.2 s in all", 20.0, 0.2),
     ):
         monkeypatch.setattr(runner, "CPU_S", cpu_s)
         monkeypatch.setattr(runner, "WALL_S", wall_s)
@@ -69,5 +61,5 @@ def test_what_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_much_memory_is_found(no_hurry: None) -> None:
-    one = runner.execute(Target("x.y", _takes_memory, [b"{}"], ()), b"{}")
+    one = runner.execute(Target("x.y", lambda _: len(b"x" * (250 << 20)), [b"{}"], ()), b"{}")
     assert one.failure is not None and "MB, more than 200 MB" in one.failure

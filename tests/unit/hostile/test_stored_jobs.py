@@ -55,7 +55,6 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stored(folder: Path, **sections: Any) -> tuple[str, dict[str, Any]]:
-    """Stores a run with a checkpoint and an event; returns its place and its job."""
     write_hf_folder(folder / "hf", **SIZES)
     files = HfFiles(str(folder / "hf"))
     options = hf_options(DecoderOptions(from_hf=files.store.url))

@@ -80,7 +80,6 @@ def test_a_fast_decay_loses_no_digits_in_fp32() -> None:
 
 @cache
 def made(kind: str, folder: Path) -> tuple[Any, nn.Module]:
-    """Returns a random model of transformers, and raypp's."""
     model = their_instance(kind, their_config(kind, {**keys_of(kind, "plain"), "max_position_embeddings": 256}))
     model.save_pretrained(folder)
     return model, loaded(folder)[0]

@@ -25,7 +25,6 @@ LENGTHS = [
 
 
 def blocks(mask: BlockMask) -> list[list[list[int]]]:
-    """Returns the indices of partial and full blocks, by rows and by columns."""
     lists = [
         (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices),
         (mask.q_num_blocks, mask.q_indices), (mask.full_q_num_blocks, mask.full_q_indices),

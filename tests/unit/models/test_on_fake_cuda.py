@@ -64,7 +64,6 @@ def stage_of(options: DecoderOptions, layers: range, **ends: bool) -> nn.Module:
 
 
 def run(options: DecoderOptions) -> None:
-    """Runs the forward of both stages of a model."""
     documents = PackedDocuments.of_rows(LENGTHS, TOKENS, kernel=kernel_for(options)).moved(on_cuda)
     tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=CUDA)
     given: dict[str, Any] = {"positions_BT": tokens, "documents": documents, "labelled_BT": tokens != IGNORED}

@@ -15,7 +15,6 @@ UNSAID = -(2**62)
 
 
 def agreed(proposals: list[tuple[int, StepProposal]], replicas: int) -> list[StepPlan]:
-    """Returns each rank's plan, from the replica and the proposal of every rank."""
     vectors = torch.stack([pack(proposal, replica, replicas) for replica, proposal in proposals])
     return [unpack(vectors.amax(0), proposal, replica, replicas) for replica, proposal in proposals]
 

@@ -223,8 +223,6 @@ class Offload:
 
 
 class Pipeline:
-    """The ranks of a schedule's pipeline."""
-
     def __init__(
         self, name: str, ranks: int, *, each: int = 2, replicated: bool = False, backward: bool = True
     ) -> None:
@@ -258,7 +256,6 @@ class Pipeline:
             one.load(program)
 
     def run(self) -> list[float]:
-        """Runs a step on all ranks, and returns the losses."""
         for some in (self.world.values, self.world.sent, self.world.posted, self.world.log, self.world.timed):
             some.clear()
         inputs = [torch.tensor(float(microbatch + 1)) for microbatch in range(MICROBATCHES)]

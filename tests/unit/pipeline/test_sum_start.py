@@ -15,7 +15,6 @@ SENDS = (Computation.SEND_F, Computation.SEND_B)
 
 
 def decided(name: str, ranks: int) -> list[tuple[list[LoweredAction], set[int], SumStart]]:
-    """Returns each rank's actions, its stages, and the decision."""
     kind = schedule_named(name)
     each = kind.nearest_stages(2) if name != "1f1b" else 1
     placed = place_stages(ranks, ranks * each, kind.placement)

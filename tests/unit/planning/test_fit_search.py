@@ -33,7 +33,6 @@ LLAMA_8B = {
 
 
 def eight_b(precision: str = "bf16", microbatches: int = 16, **mesh: int) -> Job:
-    """Llama 3.1 8B with sequences of 4096 tokens."""
     return parse_job(
         {
             "name": "eight-b",

@@ -52,12 +52,9 @@ def test_the_code_is_that_of_the_nearest_number(signed: bool) -> None:
     values = values if signed else values.abs()
     searched = torch.bucketize(values, middles.float())
     # Each block's largest value must be one for its codes to be those of the values.
-    ours = torch.cat([quantise(part.view(1, -1), signed=signed)[0][0, 1:] for part in blocks_with_one(values)])
+    blocks = [torch.cat((torch.ones(1), part)).view(1, -1) for part in values.split(BLOCK - 1)]
+    ours = torch.cat([quantise(block, signed=signed)[0][0, 1:] for block in blocks])
     assert torch.equal(ours.long()[: len(values)], searched if signed else searched.clamp(min=1))
-
-
-def blocks_with_one(values: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.cat((torch.ones(1), part)) for part in values.split(BLOCK - 1)]
 
 
 def test_rows_in_parts_have_the_codes_of_the_whole() -> None:

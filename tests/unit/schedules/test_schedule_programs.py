@@ -24,7 +24,6 @@ times = st.floats(0.1, 3)
 
 
 def allowed(name: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[int, int, int]:
-    """Returns the nearest sizes that the schedule supports."""
     schedule = schedule_named(name)
     return pp, schedule.nearest_stages(stages_per_rank), max(microbatches, schedule.least_microbatches(pp))
 

@@ -18,7 +18,6 @@ LONG = [(2, 1, 200), (4, 2, 64)]
 
 
 def cases(*sizes: tuple[int, int, int]) -> list[tuple[str, tuple[int, int, int]]]:
-    """Returns every schedule with the sizes that it takes."""
     return [(name, one) for name in SCHEDULES.names() for one in sizes if not size_problems(SCHEDULES.get(name), *one)]
 
 
