@@ -16,3 +16,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
     monkeypatch.chdir(tmp_path)
     return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])

@@ -20,11 +20,7 @@ from raypp.errors import JobError, Problem, RayppError, ResourcesError, RunFaile
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 @pytest.fixture
@@ -109,21 +105,23 @@ def test_the_plan_as_json_has_the_textbooks_numbers(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "printed"),
     [
-        (RayppError("x"), 1),
-        (RunFailedError("x"), 1),
-        (JobError("x"), 2),
-        (UnreachableError("x"), 3),
-        (ResourcesError("x"), 4),
+        (RayppError("x"), 1, "x"),
+        (RunFailedError("x"), 1, "x"),
+        (JobError("x"), 2, "x"),
+        (UnreachableError("x"), 3, "x"),
+        (ResourcesError("x"), 4, "x"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.Abort(), 130, "interrupted"),
     ],
 )
 def test_an_errors_exit_code_is_the_commands(
-    raising, error: RayppError, code: int, capsys: pytest.CaptureFixture[str]
+    raising, error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raising(error)
     assert run(["plan"]) == code
-    assert capsys.readouterr().err == "x\n"
+    assert capsys.readouterr().err.strip() == printed
 
 
 def test_problems_are_printed_as_where_what_and_fix(raising, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +130,6 @@ def test_problems_are_printed_as_where_what_and_fix(raising, capsys: pytest.Capt
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["job.yaml:1 mesh.pp: is odd", "  fix: use 2"]
     assert lines[-1] == "4 problems in job.yaml"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
-def test_an_interrupt_leaves_with_130(raising, error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    raising(error)
-    assert run(["plan"]) == 130
-    assert capsys.readouterr().err.strip() == "interrupted"
 
 
 def test_an_interrupt_while_the_command_line_is_imported_leaves_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

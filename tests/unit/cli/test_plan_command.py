@@ -17,11 +17,7 @@ from raypp.planning.measured_costs import write_costs
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 @pytest.fixture

@@ -59,6 +59,8 @@ def test_auto_weights_always_leave_every_stage_a_layer() -> None:
     assert cut_of(job_with(mesh={"pp": 8}, model={"vocab_size": 100_000})) == [1] * 8
     with pytest.raises(JobError, match="9 stages for 8 layers"):
         cut_of(job_with(mesh={"pp": 9}))
+    with pytest.raises(JobError, match="8 stages for 6 layers"):
+        cut_of(job_with(model=SMALL, mesh={"pp": 4}, pipeline={"schedule": "zbv", "stages_per_rank": 2}))
 
 
 def test_the_program_is_the_schedules() -> None:
@@ -94,8 +96,3 @@ def test_the_rank_with_both_ends_of_a_v_gets_fewer_layers(schedule: str) -> None
     assert ranks[0] + first + last <= max(ranks[1:])
     loop = job_with(**settings, pipeline={"schedule": "interleaved_1f1b", "stages_per_rank": 2})
     assert cut_of(loop) == balance([1.0] * 64, 8, first, last)
-
-
-def test_a_v_with_fewer_layers_than_stages_is_named() -> None:
-    with pytest.raises(JobError, match="8 stages for 6 layers"):
-        cut_of(job_with(model=SMALL, mesh={"pp": 4}, pipeline={"schedule": "zbv", "stages_per_rank": 2}))

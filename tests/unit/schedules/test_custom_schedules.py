@@ -70,23 +70,15 @@ def test_what_is_wrong_with_a_function_is_reported(own: str, name: str, message:
     assert {problem.key for problem in caught.value.problems} == {"pipeline.schedule"}
 
 
-def test_a_table_of_actions_is_a_schedule(tmp_path: Path) -> None:
+def test_a_table_of_actions_is_a_schedule_and_may_lie_in_a_v(tmp_path: Path) -> None:
     table = tmp_path / "own.csv"
     table.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
     assert printed(build_program(str(table), 2, 1, 2)[1]) == "1F0 1B0 1F1 1B1"
     with pytest.raises(JobError, match="microbatch 2: there is no forward"):
         build_program(str(table), 2, 1, 3)
-
-
-def test_a_table_may_lie_in_a_v(tmp_path: Path) -> None:
-    table = tmp_path / "own.csv"
     table.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     assert schedule_named(str(table)).placement == "v"
     build_program(str(table), 2, 2, 1)
-
-
-def test_mistakes_in_a_table_are_reported_with_their_line(tmp_path: Path) -> None:
-    table = tmp_path / "own.csv"
     table.write_text("0F0,0B0\n1F0,1Q0\n")
     with pytest.raises(JobError, match=r"own.csv:2: '1Q0' is not an action"):
         schedule_named(str(table))
