@@ -128,11 +128,12 @@ class _Forward:
         self.forward, self.keeps = forward, keeps
         self.trained = [isinstance(one, Tensor) and one.requires_grad for one in arguments]
         self.arguments = [one.detach() if isinstance(one, Tensor) else one for one in arguments]
-        self.node: Any = None
+        self.held: Tensor | None = None
         if offloads:
             tensors = [one for one in self.arguments if isinstance(one, Tensor)]
             self.arguments = [_ELSEWHERE if isinstance(one, Tensor) else one for one in self.arguments]
-            self.node = _Saves.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+            # The result, not its node: that of torch 2.11 does not keep what is saved alone.
+            self.held = _Saves.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self.saved: list[tuple[weakref.ref[_Saved], torch.Size, tuple[int, int, Any] | None]] = []
         self.kept: list[tuple[list[Tensor] | None, list[bool]]] = []
         self.results: list[Any] = []
@@ -179,7 +180,8 @@ class _Forward:
 
     def leaves(self) -> list[Any]:
         """Returns the arguments for the recomputation."""
-        tensors = iter(() if self.node is None else self.node.saved_tensors)
+        node: Any = None if self.held is None else self.held.grad_fn
+        tensors = iter(() if node is None else node.saved_tensors)
         pairs = zip(self.arguments, self.trained, strict=True)
         held = ((next(tensors, None) if one is _ELSEWHERE else one, trained) for one, trained in pairs)
         return [cast(Tensor, one).detach().requires_grad_() if trained else one for one, trained in held]
