@@ -51,6 +51,7 @@ ALLOWED = {
     ("raypp.stages.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
     ("raypp.stages.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
     ("raypp.stages.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
+    ("raypp.stages.models.fp8._multiply", "tolist"): _HOST,
     ("raypp.stages.models.attention._attend", "repeat_interleave"): _COUNT,
     ("raypp.stages.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.stages.parallel.context.ulysses_attention", "repeat_interleave"): _COUNT,
