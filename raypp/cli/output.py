@@ -1,4 +1,4 @@
-"""Prints lines, JSON and errors for commands. No printed text can control the terminal. Commands
+r"""Prints lines, JSON and errors for commands. No printed text can control the terminal. Commands
 print through this file, or through `console.py` if they need tables. Both show control characters
 as `\x1b`. `tests/lint/test_printing.py` finds commands that print otherwise."""
 

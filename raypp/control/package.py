@@ -1,4 +1,5 @@
-"""Builds the package of a run's Ray job: raypp's code and the request, and no secret."""
+"""Builds the package of a run's Ray job: raypp's code and the request; no secret, as
+nodes write it to files."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class RunRecord:
         return newest
 
     def event(self, event: Event) -> None:
-        """Records an event once; of failed saves only the first, and of late saves."""
+        """Records an event once: of failed saves the first, of awaited saves the last."""
         if not self._is_new(_key(event)):
             return
         if event.kind == "committed":
