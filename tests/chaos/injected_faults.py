@@ -81,32 +81,32 @@ def run_rank(decision: Any, seat: Any, reporter: Any) -> Any:
     from raypp.rank import rank
     from raypp.rank.optimizers.reduce import GradientReducer
 
-    fate = Fate(decision.job, seat)
+    planned = PlannedFault(decision.job, seat)
     upload, commit, gradients = saving.upload_snapshot, saving.write_commit, GradientReducer.gradients
 
     def faulty_upload(*arguments: Any, **more: Any) -> Any:
-        fate.at("save", arguments[3]["step"])
+        planned.at("save", arguments[3]["step"])
         return upload(*arguments, **more)
 
     def faulty_commit(store: Any, what: Any) -> None:
-        fate.at("commit", what.step)
+        planned.at("commit", what.step)
         commit(store, what)
-        fate.at("committed", what.step)
+        planned.at("committed", what.step)
 
     def faulty_gradients(reducer: Any) -> Any:
         found = gradients(reducer)
-        if fate.poisoned:
+        if planned.poisoned:
             found[0].fill_(float("nan"))
         return found
 
     def before_update(*_: Any) -> None:
-        fate.at("optimizer", fate.step)
+        planned.at("optimizer", planned.step)
 
     hook = register_optimizer_step_pre_hook(before_update)
     saving.upload_snapshot, saving.write_commit = faulty_upload, faulty_commit
     GradientReducer.gradients = faulty_gradients  # type: ignore[method-assign]
     try:
-        return rank.run_rank(decision, seat, Witness(reporter, fate))
+        return rank.run_rank(decision, seat, Witness(reporter, planned))
     finally:
         hook.remove()
         saving.upload_snapshot, saving.write_commit = upload, commit
@@ -116,18 +116,18 @@ def run_rank(decision: Any, seat: Any, reporter: Any) -> Any:
 class Witness:
     """The rank's reporter. It sees every moment first."""
 
-    def __init__(self, reporter: Any, fate: Fate) -> None:
-        self._reporter, self._fate = reporter, fate
+    def __init__(self, reporter: Any, planned: PlannedFault) -> None:
+        self._reporter, self._fault = reporter, planned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reporter, name)
 
     def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         self._reporter.phase(name, detail)
-        self._fate.sees(name, detail)
+        self._fault.sees(name, detail)
 
 
-class Fate:
+class PlannedFault:
     """The faults that the plan has for one rank of one attempt."""
 
     def __init__(self, job: Any, seat: Any) -> None:

@@ -134,7 +134,7 @@ def test_a_run_in_kuberays_pods_survives_a_killed_pod_with_the_numbers_of_an_und
     built: Engine, tmp_path: Path
 ) -> None:
     cpus = int(pods()[1].command.partition("--num-cpus=")[2].split()[0])
-    for name in ("calm", "struck"):
+    for name in ("undisturbed", "killed"):
         document = {
             "name": name,
             "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 64, "vocab_size": 320},
@@ -149,14 +149,14 @@ def test_a_run_in_kuberays_pods_survives_a_killed_pod_with_the_numbers_of_an_und
     tmp_path.chmod(0o755)
     cluster = Cluster(built, tmp_path)
     cluster.start()
-    cluster.wait(cluster.submit("calm"))
-    submitted = cluster.submit("struck")
-    wait_for(lambda: len(cluster.history("struck")) > 20, "the first checkpoint")
+    cluster.wait(cluster.submit("undisturbed"))
+    submitted = cluster.submit("killed")
+    wait_for(lambda: len(cluster.history("killed")) > 20, "the first checkpoint")
     built.docker("kill", "gpu-worker-2")
     cluster.add_worker()  # as the operator does
     cluster.wait(submitted)
     out = built.docker("logs", submitted)
     assert "SUCCEEDED" in out and "restarts    1" in out, out[-5000:]
-    calm, struck = cluster.history("calm"), cluster.history("struck")
-    assert [row["step"] for row in struck] == list(range(1, 401))
-    assert numbers(struck) == numbers(calm)
+    undisturbed, killed = cluster.history("undisturbed"), cluster.history("killed")
+    assert [row["step"] for row in killed] == list(range(1, 401))
+    assert numbers(killed) == numbers(undisturbed)
