@@ -100,4 +100,5 @@ def fp8_problems(job: Job) -> Iterator[Problem]:
         yield Problem("train.precision", fault, "use bf16, or model.lora.base fp8 or bf16")
     matrices = (matrices_in_fp8(job, index) + experts_in_fp8(job, index) for index in layers)
     for width, fault in wrong_widths(matrices, FP8_WIDTH, f"fp8 needs multiples of {FP8_WIDTH}"):
-        yield Problem("train.precision", fault, f"make {width} a multiple of {FP8_WIDTH}, or use bf16")
+        other = "train.fp8.experts false" if experts and ".experts." in fault else "bf16"
+        yield Problem("train.precision", fault, f"make {width} a multiple of {FP8_WIDTH}, or use {other}")

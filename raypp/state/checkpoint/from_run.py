@@ -45,8 +45,9 @@ def with_run_model(file: JobFile) -> JobFile:
     if wrong := [name for name in held | wanted if held.get(name) != wanted.get(name)]:
         shapes = (" × ".join(map(str, shapes.get(wrong[0], ()))) or "not there" for shapes in (held, wanted))
         fault = "{} of {} is {}, and with the keys beside it would be {}".format(wrong[0], visible(run), *shapes)
-        keys = ", ".join(f"model.{key}" for key, value in given.items() if key != "from_run" and value != old.get(key))
-        raise JobError(file.locate(Problem(_KEY, fault, f"leave out what changes it of {keys}")))
+        keys = [f"model.{key}" for key, value in given.items() if key != "from_run" and value != old.get(key)]
+        which = "" if len(keys) == 1 else "what changes it of "
+        raise JobError(file.locate(Problem(_KEY, fault, f"leave out {which}{', '.join(keys)}")))
     return replace(file, job=file.job.model_copy(update={"model": job.model}))
 
 

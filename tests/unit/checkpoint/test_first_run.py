@@ -40,7 +40,7 @@ def test_a_run_has_the_model_of_the_other_but_for_the_keys_that_it_gives(run: st
     ("model", "fault"),
     [
         ({"from_run": "old"}, "old names no store"),
-        ({"ffn_size": 80}, r"mlp.gate_proj.weight of old is 48 × 32, and .* 80 × 32\n.*leave out .* model.ffn_size"),
+        ({"ffn_size": 80}, r"mlp.gate_proj.weight of old is 48 × 32, and .* 80 × 32\n.*leave out model.ffn_size"),
         ({"num_heads": 8, "head_dim": 4}, "num_heads of old is 4, and with the keys beside it would be 8"),
         ({"from_hf": "/elsewhere"}, "model.from_hf is set, too"),
         ({"lora": {"rank": 2}}, "raypp checkpoints export old DIR`"),

@@ -39,7 +39,7 @@ STACKS = 8 * 3 * 4096 * 1536
         ("train.fp8.experts", "the model has no experts | leave it out", {"train": {"fp8": {"experts": True}}}),
         (
             "train.precision",
-            "experts.gate_proj is 8 × 1540 × 4096 | make 1540 a multiple of 16",
+            "experts.gate_proj is 8 × 1540 × 4096 | make 1540 a multiple of 16, or use train.fp8.experts false",
             {"model": {**EXPERTS, "expert_ffn_size": 1540}, "train": {"fp8": {"experts": True}}},
         ),
         (
