@@ -83,15 +83,16 @@ def sizes_in_fp8(job: Job, layers: Iterable[int]) -> Sizes:
 
 def fp8_problems(job: Job) -> Iterator[Problem]:
     """Finds what stands against a job's products in fp8."""
-    experts, lacks = job.train.fp8.experts, ""
-    if experts and quantised_base(job.model) != "fp8" and (not job.train.dtypes.fp8 or quantised_base(job.model)):
-        lacks = f"train.precision is {job.train.precision}, model.lora.base {quantised_base(job.model) or 'bf16'}"
+    experts, base, lacks = job.train.fp8.experts, quantised_base(job.model), ""
+    multiplies = base == "fp8" or (base is None and job.train.dtypes.fp8)
+    if experts and not multiplies:
+        lacks = f"train.precision is {job.train.precision}, model.lora.base {base or 'bf16'}"
     if lacks or (experts and with_experts(job.model) is None):
         fault = f"true, but {lacks or 'the model has no experts'}"
         yield Problem("train.fp8.experts", fault, "leave it out, or use train.precision fp8, or model.lora.base fp8")
     if not job.train.dtypes.fp8:
         return
-    layers, base = range(job.model.num_layers), quantised_base(job.model)
+    layers = range(job.model.num_layers)
     if not any(layer_in_fp8(job, index) for index in layers):
         fault = f"{job.train.fp8.bf16_layers} at both ends leaves none of {len(layers)} layers in fp8"
         yield Problem("train.fp8.bf16_layers", fault, f"use at most {(len(layers) - 1) // 2}, or train.precision bf16")

@@ -236,11 +236,10 @@ def _fp8_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of matrices that a rank keeps in fp8 for a step, in rows and in columns."""
     if quantised_base(job.model) is not None or job.mesh.reshard_after_forward:
         return 0
-    held: list[int] = [index for stage in stages for index in _span(stage, cut, False)["layers"]]
-    layers = [index for index in held if layer_in_fp8(job, index)]
+    layers: list[int] = [index for stage in stages for index in _span(stage, cut, False)["layers"]]
     if ":" in job.model.kind:  # at most: the widths of its matrices are not known
-        sizes_of_layers = sizes_of(job.model).layers
-        return sum(2 * sizes_of_layers[index].parameters for index in layers)
+        weights = sizes_of(job.model).layers
+        return sum(2 * weights[index].parameters for index in layers if layer_in_fp8(job, index))
     sizes = sizes_in_fp8(job, layers)
     return 2 * (sizes.dense + sizes.experts // job.mesh.ep)
 

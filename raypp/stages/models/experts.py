@@ -80,11 +80,12 @@ class ExpertStacks(nn.Module):
     def stack(self, name: str) -> Stack:
         """Returns the matrices `[E, out, in]` of a name that this rank holds, with adapters."""
         own = held(getattr(self, name))
-        weight: Tensor | Quantised | InFp8 = own.mT if self.transposed else own
+        matrices = own.mT if self.transposed else own
+        weight: Tensor | Quantised | InFp8 = matrices
         if name in self.formats:
             weight = Quantised(own, self.formats[name])
         elif self.fp8 is not None:
-            weight = cast(Fp8Matrix, self.fp8[name]).stack(cast(Tensor, weight))
+            weight = cast(Fp8Matrix, self.fp8[name]).stack(matrices)
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
         return weight if a is None or b is None else Adapted(weight, held(a), held(b), self.lora_scale)
 

@@ -7,7 +7,7 @@ parallelism cuts them like any stack.
 
 Both products are operators of torch: the compiler does not look inside, so their bits do not depend
 on `train.compile`. Selective recomputation does not keep their results, and plans count on that.
-Matrices in fp8 are not dequantised; stacks of experts only with `train.fp8.experts`: see
+Matrices in fp8 are not dequantised, but for stacks of experts without `train.fp8.experts`: see
 `raypp.stages.models.fp8`.
 
 Legend: N rows of activations, C width of the input, O width of the output, E experts, F inner width
@@ -175,12 +175,14 @@ def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:
 
 
 def multiply_experts_in_fp8(stage: nn.Module, *, fused: bool) -> None:
-    """Makes stacks of experts in fp8 be multiplied as they are. `fused`: with a compiled cast."""
+    """Lets products take stacks of experts in fp8 as they are, but transposed ones. `fused`: a
+    compiled function rounds the rows of activations."""
     cast = fused_rows() if fused else rows_in_fp8
     for part in stage.modules():
         if (formats := getattr(part, "formats", None)) and not isinstance(part, QuantisedLinear):
-            ways = {name: None if form.transposed else cast for name, form in formats.items()}
-            part.formats = {name: replace(form, cast=ways[name]) for name, form in formats.items()}  # type: ignore[assignment]
+            part.formats = {
+                name: form if form.transposed else replace(form, cast=cast) for name, form in formats.items()
+            }  # type: ignore[assignment]
 
 
 def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> None:
