@@ -69,6 +69,7 @@ AXES = (
     Axis("dp_replicate", rows=True, short="dp"),
     Axis("fsdp", rows=True, shards=True),
     Axis("cp", shards=True, fixed=True),
+    Axis("tp", fixed=True),
 )
 """The axes of the mesh, slowest first. A new one is a row here, a field of `Coordinates`, a key of
 `raypp.job.job.MeshSection`, and what its ranks do. `ep` is none: it divides those that shard."""
@@ -82,6 +83,7 @@ class Coordinates:
     dp_replicate: Count = 0
     fsdp: Count = 0
     cp: Count = 0
+    tp: Count = 0
 
     @property
     def world(self) -> int:

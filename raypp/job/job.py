@@ -180,7 +180,7 @@ class DataSection(SourceOptions):
 
 
 class MeshSection(Section):
-    """Number of ranks along each axis. World size = pp · dp_replicate · fsdp · cp."""
+    """Number of ranks along each axis. World size = pp · dp_replicate · fsdp · cp · tp."""
 
     pp: int = Field(default=1, ge=1, le=limits.RANKS)
     """Pipeline parallel: ranks that the layers are split over."""
@@ -190,6 +190,9 @@ class MeshSection(Section):
     """Data parallel: ranks that shard the weights of their stage (FSDP2)."""
     cp: int = Field(default=1, ge=1, le=limits.RANKS)
     """Context parallel: ranks that each sequence is split over."""
+    tp: int = Field(default=1, ge=1, le=limits.RANKS)
+    """Tensor parallel: ranks of one node that compute each layer together. Each holds a part of its
+    matrices, and between blocks a part of the tokens of each row."""
     ep: int = Field(default=1, ge=1, le=limits.RANKS)
     """Expert parallel: ranks that the experts are split over. Uses the ranks of fsdp · cp and must
     divide them."""
@@ -845,8 +848,10 @@ class Job(Section):
     @property
     def fsdp_alone(self) -> bool:
         """Whether FSDP makes the copies in the compute dtype also on a rank that shares no weights:
-        it can make them from weights in host memory, and free those of a block after its use."""
-        return self.train.dtypes.copies_weights and (self.train.optimizer.offload or self.mesh.reshard_after_forward)
+        it can make them from weights in host memory, and free those of a block after its use. With
+        mesh.tp it takes part everywhere."""
+        beside = self.train.optimizer.offload or self.mesh.reshard_after_forward
+        return self.mesh.tp > 1 or (self.train.dtypes.copies_weights and beside)
 
     def savable(self, step: int) -> bool:
         """Whether the state after a step can be saved: always, or at multiples of

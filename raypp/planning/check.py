@@ -134,6 +134,8 @@ def _axes(job: Job) -> Iterator[Problem]:
         yield from _experts(routed, mesh.ep, shard)
     if mesh.cp > 1:
         yield from _context(job)
+    if mesh.tp > 1:
+        yield from _tensor(job)
 
 
 def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
@@ -229,6 +231,44 @@ def _context(job: Job) -> Iterator[Problem]:
         fault = f"{multiple} allows parts of rows of {multiple // parts} tokens on a rank (mesh.cp), but the "
         fault += f"convolution of {job.model.kind} reads {reach} tokens of the part before"
         yield Problem("pipeline.pad_to_multiple_of", fault, f"use at least {parts * reach}")
+
+
+def _tensor(job: Job) -> Iterator[Problem]:
+    """Finds what the ranks of a tp group cannot share."""
+    model, tp, lora = job.model, job.mesh.tp, job.model.lora
+    family = family_of(model)
+    layers = [] if family is None else [family.layer(model, index) for index in range(model.num_layers)]
+    cut = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.kv_heads,
+        "model.vocab_size": model.vocab_size,
+    }
+    if any(not layer.routes for layer in layers):
+        cut["model.ffn_size"] = model.ffn_size
+    for key, size in cut.items():
+        if size % tp:
+            fault = f"{tp} does not divide {key} = {size}"
+            yield Problem("mesh.tp", fault, f"use {_near(tp, divisors(size))}, or share the weights by mesh.fsdp")
+    refused = [
+        (family is None, f"{model.kind} is a model of your own, whose matrices raypp cannot cut"),
+        (any(layer.fused_qkv or layer.mlp == "fused" for layer in layers), f"{model.kind} has fused projections"),
+        (any(layer.whole_norms for layer in layers), f"{model.kind} normalises all heads together"),
+        (any(layer.latent for layer in layers), f"{model.kind} has latent attention"),
+        (any(map(model.delta_rule, range(model.num_layers))), f"{model.kind} has delta rules"),
+        (family is not None and bool(family.first_weights(model)), f"{model.kind} has embeddings of layers"),
+        (quantised_base(model) is not None, "the frozen weights are quantised (model.lora.base)"),
+        (lora is not None and lora.dropout > 0, "adapters have dropout (model.lora.dropout)"),
+        (job.train.dtypes.fp8, "products are in fp8 (train.fp8)"),
+        (job.train.optimizer.state == "8bit", "moments are in blocks (train.optimizer.state: 8bit)"),
+        (job.train.optimizer.kind == "muon", "muon needs whole matrices (train.optimizer.kind)"),
+        (job.outer is not None, "replicas train apart (train.sync.kind: outer)"),
+        (job.train.sample is not None, "decoding has no tensor parallelism (train.sample)"),
+    ]
+    for wrong, fault in refused:
+        if wrong:
+            yield Problem(
+                "mesh.tp", f"{fault}, which does not work with mesh.tp {tp} yet", "use mesh.tp 1 and mesh.fsdp"
+            )
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

@@ -136,7 +136,7 @@ def assemble(
                 assert groups.outer is not None
                 outer = OuterSync(built.modules, job.outer, job.train.steps, names, groups.outer, changed)
                 stack.push(partial(_end_exchanges, outer, seat))
-            reducer = GradientReducer(built.modules, names, groups.replica)
+            reducer = GradientReducer(built.modules, names, groups.replica, first=place.tp == 0)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
                 # Connects the ranks, which NCCL would do in the sums of the first step.

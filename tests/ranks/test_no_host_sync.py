@@ -115,7 +115,7 @@ def run_step(
     job = parse_job(job_document).for_device("cpu")
     with fake_runner(job, of_rank, mark) as (runner, microbatches):
         assert any(len(row.documents) > 1 for rows in microbatches for row in rows), "no packed row"
-        lengths = [padded_length(max(len(row.tokens) for row in rows), cp=job.mesh.cp) for rows in microbatches]
+        lengths = [padded_length(max(len(row.tokens) for row in rows), parts=job.mesh.cp) for rows in microbatches]
         read = ReadStep(microbatches, StepPlan(tuple(lengths), 100, Requests()))
         batches = runner.batches(read, 1)  # waiting is allowed here
         prepare(runner)

@@ -21,7 +21,7 @@ from raypp.tools.parity import train_some_steps, whole
 __all__ = ["Changed", "Numbers", "document", "merged", "numbers", "on_ranks", "seat_of", "thinned", "train_steps",
            "trained", "whole", "without_labels"]  # fmt: skip
 STEPS = 3
-MESH = ("pp", "fsdp", "dp_replicate", "cp", "cp_style", "ep", "reshard_after_forward", "reduce_gradients")
+MESH = ("pp", "fsdp", "dp_replicate", "cp", "cp_style", "tp", "ep", "reshard_after_forward", "reduce_gradients")
 
 
 def document(*, layers: int = 4, microbatches: int = 8, schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:

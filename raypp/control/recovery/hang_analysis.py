@@ -44,6 +44,7 @@ _COLLECTIVE_NAMES = {
     "clocks": "the comparison of clocks",
     "tie": "the sum of the tied embedding's gradients",
     "sums": "the sum of gradients",
+    "tensor sum": "the sum of gradients over tp",
 }
 _LONGEST_CHAIN = 5
 

@@ -22,6 +22,7 @@ from raypp.stages.models.stage import tied_copies
 from raypp.stages.parallel.compute_copies import round_gradient
 from raypp.stages.parallel.rank_groups import check_groups
 from raypp.stages.parallel.shard import counts_here, local_part, zero_gradient
+from raypp.stages.parallel.tensor import is_split
 from raypp.torch_private import foreach_mul_, foreach_norm
 
 
@@ -41,10 +42,17 @@ class GradientReducer:
     """Computes sums over the gradients of this rank's stages. Frozen parameters have none. `names`:
     global names of all P trained parameters of the model, in the order of the sum. `group`: the
     ranks whose gradients belong together: of this replica, if it trains apart. None: all ranks.
-    `factor`: by what gradients are scaled, a power of two; norms are divided by it."""
+    `first`: whether this rank is the first of its tp group, whose ranks all have the gradients that
+    are not split. `factor`: by what gradients are scaled, a power of two; norms are divided by it.
+    """
 
     def __init__(
-        self, stages: Sequence[nn.Module], names: Sequence[str], group: dist.ProcessGroup | None = None
+        self,
+        stages: Sequence[nn.Module],
+        names: Sequence[str],
+        group: dist.ProcessGroup | None = None,
+        *,
+        first: bool = True,
     ) -> None:
         index_of = {name: index for index, name in enumerate(names)}
         self.names, self.group = list(names), group
@@ -53,7 +61,10 @@ class GradientReducer:
         trained = [part for part in held if part[1].requires_grad]
         self._places = torch.tensor([index_of[name] for name, _, _ in trained], dtype=torch.int64).to(self._device)
         self._parameters = [parameter for _, parameter, _ in trained]
-        counted = [counts_here(parameter) and name not in tied_copies(stage) for name, parameter, stage in trained]
+        counted = [
+            counts_here(parameter) and name not in tied_copies(stage) and (first or is_split(parameter))
+            for name, parameter, stage in trained
+        ]
         self._counted = torch.tensor(counted, dtype=torch.float64).to(self._device)
 
     def gradients(self) -> list[Tensor]:

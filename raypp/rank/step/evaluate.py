@@ -87,7 +87,7 @@ class Evaluator:
         done = 0
         for microbatches in self._runner.loader.held_out() if steps is None else steps:
             plan, losses = self._forwards.run([tuple(microbatch.rows) for microbatch in microbatches])
-            if losses:
+            if losses and self._runner.seat.coordinates.tp == 0:
                 total += torch.stack(losses).double().sum()
             tokens += plan.global_tokens
             done += sum(len(row.tokens) for microbatch in microbatches for row in microbatch.rows)

@@ -25,6 +25,7 @@ from raypp.rank.step.stragglers import Pace
 from raypp.rank.step.warm_up import RouterLosses, warm_up
 from raypp.records import Event, Requests, SaveProgress, StepReport
 from raypp.stages.models.adapter_dropout import StepKeys
+from raypp.stages.parallel.tensor import sum_replicated
 from raypp.stages.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.stages.pipeline.device_clock import DeviceClock, Span
 
@@ -122,6 +123,7 @@ class StepRunner:
         self.guard, self.loss_scale = FiniteGuard(rank), LossScale(rank.job)
         self._replica = rank.groups.replica
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
+        self._tensor, self._parts = rank.groups.tensor, rank.job.mesh.cp * rank.job.mesh.tp
         self.attention = rank.attention
         self.warm = rank.device.type != "cuda"
 
@@ -183,7 +185,7 @@ class StepRunner:
         elif mode == "step":
             longest = [max(longest)] * len(longest)
         return [
-            padded_length(n, cp=self.job.mesh.cp, multiple=pipeline.pad_to_multiple_of, bucket=pipeline.seq_len_bucket)
+            padded_length(n, parts=self._parts, multiple=pipeline.pad_to_multiple_of, bucket=pipeline.seq_len_bucket)
             for n in longest
         ]
 
@@ -204,8 +206,8 @@ class StepRunner:
         return StepKeys(self.job.train.seed, step, self.seat.replica * rows) if lora and lora.dropout else None
 
     def own_lengths(self, read: ReadStep) -> list[int]:
-        """Returns t of every microbatch: the tokens of each row that this rank holds."""
-        return [length // self.share.size for length in read.plan.seq_lens]
+        """Returns t of every microbatch: the tokens of each row that this rank holds between blocks."""
+        return [length // self._parts for length in read.plan.seq_lens]
 
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
         """Runs a step that was read, and updates the weights. Collective: over the replica between
@@ -219,7 +221,7 @@ class StepRunner:
             batches = self.batches(read, step)
         if not self.warm:
             with watch.part("warm_up"):
-                warm_up(self.built, self.pipeline.program, batches[0], self.share, self.router_losses)
+                warm_up(self.built, self.pipeline.program, batches[0], self.share, self.router_losses, self.job.mesh.tp)
             self.warm = True
         if self.lookahead is not None:
             with watch.part("lookahead"):
@@ -302,16 +304,20 @@ class StepRunner:
     def _reduce(self, step: int, read: ReadStep, losses: list[torch.Tensor]) -> tuple[list[torch.Tensor], GlobalSums]:
         """Returns the local part `[...]` of every gradient, and the sums of losses and norms."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        loss_sum = torch.stack(losses).double().sum() if losses else zero
+        place = self.seat.coordinates
+        loss_sum = torch.stack(losses).double().sum() if losses and place.tp == 0 else zero  # the same with any tp
         if self.built.tied is not None:
             self._mark("tie")
             self.built.tied.sum_gradients()
+        if self._tensor is not None:
+            self._mark("tensor sum")
+            sum_replicated(self.built.modules, self._tensor)
         gradients = self.reducer.gradients()
         if self._injection is not None:
             self._injection.gradients(gradients)
         self._mark("sum" if self._replica is None else "replica sum")
         getattr(self.optimizer, "prepare_fused", lambda: None)()
-        own = self.seat.coordinates.pp == self.seat.coordinates.cp == 0  # one rank of a replica counts its rows
+        own = place.pp == place.cp == place.tp == 0  # one rank of a replica counts its rows
         flops = (
             self._decision.flops(n for rows in read.microbatches for row in rows for n in row.documents) if own else 0
         )

@@ -25,7 +25,12 @@ from raypp.stages.pipeline.wire import WireFormat
 
 
 def warm_up(
-    built: BuiltStages, program: Program, batch: StageBatch, share: ContextShare, router_losses: RouterLosses
+    built: BuiltStages,
+    program: Program,
+    batch: StageBatch,
+    share: ContextShare,
+    router_losses: RouterLosses,
+    parts: int = 1,
 ) -> None:
     """Runs one microbatch through each of this rank's stages and connects all communicators.
 
@@ -34,9 +39,9 @@ def warm_up(
 
     The pipeline's channels are not used: they were connected when the stages were built. `batch`: a
     microbatch of the next step, `[B, t]`: the kernels depend on its shape. `router_losses`: the
-    sums that the stages' routers add to.
+    sums that the stages' routers add to. `parts`: mesh.tp.
     """
-    rows, length = batch.tokens_BT.shape
+    rows, length = batch.tokens_BT.shape[0], batch.tokens_BT.shape[1] // parts
     device = batch.tokens_BT.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         rehearsal = Rehearsal(built.runtime, program)

@@ -22,7 +22,8 @@ OPERATOR = "raypp::grouped_product"
 
 
 def held(parameter: Tensor) -> Tensor:
-    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
+    """Returns the part of a parameter `[...]` that this rank computes with: of experts under ep,
+    of matrices under tp, else all of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -17,6 +17,7 @@ from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.grouped_products import held
 from raypp.stages.models.products import Projection
 from raypp.stages.models.rotary import Table, rotated
 
@@ -92,7 +93,7 @@ class Attention(nn.Module):
             # Scores do not depend on the order of dims, as long as queries and keys have the same.
             q, k = in_halves(q, rotary[0].shape[-1]), in_halves(k, rotary[0].shape[-1])
         q, k = rotated(q, rotary), rotated(k, rotary)
-        out_SHD = packed_attention(q, k, v, documents, self.rule, self.sinks)
+        out_SHD = packed_attention(q, k, v, documents, self.rule, None if self.sinks is None else held(self.sinks))
         out = out_SHD.reshape(*x_BTC.shape[:-1], -1)
         attended: Tensor = self.o_proj(out if gate is None else out * torch.sigmoid(gate))
         return attended

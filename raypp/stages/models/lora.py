@@ -91,7 +91,7 @@ class _Telling(nn.Module):
         return out
 
 
-def _extend(module: nn.Module, mixin: Any) -> None:
+def extend(module: nn.Module, mixin: Any) -> None:
     """Gives a module the `forward` of a class, which calls that of the module's own class."""
     kind: Any = type(module)
     module.__class__ = _joined(mixin, kind)
@@ -110,7 +110,7 @@ def _tell_tokens(layer: nn.Module) -> CurrentTokens:
     tokens = CurrentTokens()
     for module in (layer, layer.get_submodule(str(layer.mixer_name))):
         module.lora_tokens = tokens  # type: ignore[assignment]
-        _extend(module, _Telling)
+        extend(module, _Telling)
     return tokens
 
 
@@ -120,7 +120,7 @@ def _adapt(module: nn.Module, lora: LoraOptions, dropout: AdapterDropout | None)
     module.lora_B = Projection(lora.rank, module.out_features, bias=False)  # type: ignore[arg-type]
     module.lora_dropout = dropout  # type: ignore[assignment]
     module.lora_scale = lora.scale  # type: ignore[assignment]
-    _extend(module, _Adapted)
+    extend(module, _Adapted)
 
 
 def _adapt_stack(experts: nn.Module, name: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> None:

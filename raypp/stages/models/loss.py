@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from raypp.planning.loss_memory import chunk_sizes
 from raypp.stages.models import fused
 from raypp.stages.models.products import left_for_later
+from raypp.stages.models.tensor_ranks import TensorRanks
 
 IGNORED = -100
 """The label of a token that has none."""
@@ -66,16 +67,19 @@ def in_chunks(x_BTC: Tensor, weight_VC: Tensor) -> bool:
     return len(_sizes(x_BTC, weight_VC)) > 1 or for_chunks(x_BTC.device) is not losses_and_errors
 
 
-def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets, cap: float | None = None) -> Tensor:
+def loss_sum_in_chunks(
+    x_BTC: Tensor, weight_VC: Tensor, targets: Targets, cap: float | None = None, ranks: TensorRanks | None = None
+) -> Tensor:
     """Returns `token_loss_sum` of the logits `x · weightᵀ`, without ever holding them all. It
     differs from the reference by rounding: sums over tokens are added chunk by chunk. `targets`:
     the labels, and when the gradient of the projection is computed. `cap`: as in `soft_capped`.
-    It is `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once."""
+    `ranks`: those that each hold a part of the projection; the call is collective over them. It is `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once."""
     grad = torch.is_grad_enabled()
     now = grad and targets.backward_next and weight_VC.requires_grad
     x_SC, labels_S = x_BTC.detach().flatten(0, 1), targets.labels_BT.flatten()
     scale = targets.scale
-    loss, x_grad, weight_grad = _over_chunks(x_SC, weight_VC.detach(), labels_S, cap, scale, for_x=grad, for_weight=now)
+    of = x_SC, weight_VC.detach(), labels_S, cap, scale, ranks
+    loss, x_grad, weight_grad = _over_chunks(*of, for_x=grad, for_weight=now)
     if not grad:
         return loss
     # One node for each gradient, joined by a plain addition of 0: torch's split backward computes
@@ -84,7 +88,7 @@ def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets, cap: 
     of_x: Tensor = _PrecomputedGradient.apply(x_BTC, loss, x_grad, scale)  # type: ignore[no-untyped-call]
     of_weight: Tensor
     if weight_grad is None:
-        of_weight = _RecomputedGradient.apply(weight_VC, zero, x_SC, labels_S, cap, scale)  # type: ignore[no-untyped-call]
+        of_weight = _RecomputedGradient.apply(weight_VC, zero, x_SC, labels_S, (cap, scale, ranks))  # type: ignore[no-untyped-call]
     else:
         of_weight = _PrecomputedGradient.apply(weight_VC, zero, weight_grad, scale)  # type: ignore[no-untyped-call]
     return of_x + of_weight
@@ -113,33 +117,33 @@ class _RecomputedGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to the projection the backward computes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor, how: _How) -> Tensor:
         """Returns `value`, `[]`; keeps `[V, C]`, `[S, C]` and the labels `[S]` for the backward."""
-        ctx.cap, ctx.scale, ctx.later, ctx.weight = cap, scale, left_for_later(), weight_VC
+        ctx.how, ctx.later, ctx.weight = how, left_for_later(), weight_VC
         ctx.save_for_backward(weight_VC, x_SC, labels_S)
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         """Repeats the chunks for the gradient `[V, C]` of the projection, now or later."""
         weight_VC, x_SC, labels_S = ctx.saved_tensors
-        compute = partial(_of_projection, weight_VC, x_SC, labels_S, ctx.cap, ctx.scale, upstream)
+        compute = partial(_of_projection, weight_VC, x_SC, labels_S, ctx.how, upstream)
         if ctx.later is None:
-            return compute(), None, None, None, None, None
+            return compute(), None, None, None, None
         ctx.later.add(ctx.weight, compute)
-        return None, None, None, None, None, None
+        return None, None, None, None, None
 
 
-def _of_projection(
-    weight_VC: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None, scale: float, upstream: Tensor
-) -> Tensor:
+_How = tuple[float | None, float, TensorRanks | None]
+"""The cap, the scale and the ranks of `loss_sum_in_chunks`."""
+
+
+def _of_projection(weight_VC: Tensor, x_SC: Tensor, labels_S: Tensor, how: _How, upstream: Tensor) -> Tensor:
     """Returns the gradient `[V, C]` of the projection, given that of the loss, `[]`."""
-    _, _, gradient = _over_chunks(x_SC, weight_VC.detach(), labels_S, cap, scale, for_x=False, for_weight=True)
+    _, _, gradient = _over_chunks(x_SC, weight_VC.detach(), labels_S, *how, for_x=False, for_weight=True)
     assert gradient is not None
-    return gradient.mul_(_unscaled(upstream, scale).to(gradient.dtype))
+    return gradient.mul_(_unscaled(upstream, how[1]).to(gradient.dtype))
 
 
 def _unscaled(upstream: Tensor, scale: float) -> Tensor:
@@ -149,14 +153,22 @@ def _unscaled(upstream: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def _over_chunks(
-    x_SC: Tensor, weight_VC: Tensor, labels_S: Tensor, cap: float | None, scale: float, *, for_x: bool, for_weight: bool
+    x_SC: Tensor,
+    weight_VC: Tensor,
+    labels_S: Tensor,
+    cap: float | None,
+    scale: float,
+    ranks: TensorRanks | None,
+    *,
+    for_x: bool,
+    for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss `[]` and, where wanted, the gradients `[S, C]` and `[V, C]`, scaled."""
     sizes = _sizes(x_SC, weight_VC)
     x_grad = torch.empty_like(x_SC) if for_x else None
     summed = torch.promote_types(x_SC.dtype, torch.float32) if len(sizes) > 1 else x_SC.dtype
     weight_grad = torch.empty_like(weight_VC, dtype=summed) if for_weight else None
-    compute, factor = for_chunks(x_SC.device), None
+    compute, factor = for_chunks(x_SC.device) if ranks is None else partial(of_slice, ranks), None
     if scale != 1:  # a tensor, so that a new scale compiles nothing
         factor = torch.full((), scale, dtype=torch.float32, device=x_SC.device)
     if compute is losses_and_errors and not (for_x or for_weight):
@@ -213,6 +225,30 @@ def losses_and_errors(
     if scale is not None:
         errors_sV *= scale
     return losses_s, errors_sV.to(dtype)
+
+
+def of_slice(
+    ranks: TensorRanks, logits_sv: Tensor, labels_s: Tensor, cap: float | None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns what `losses_and_errors` does, of this rank's part of the vocabulary, `[s, v]`: all
+    losses, and the gradients of these logits. Collective over the ranks."""
+    capped_sv = soft_capped(logits_sv, cap)
+    wide_sv = _wide(capped_sv)
+    most_s = ranks.largest(wide_sv.amax(-1))
+    ids_s1 = (labels_s - ranks.rank * logits_sv.shape[1]).unsqueeze(1)
+    here_s1 = (ids_s1 >= 0) & (ids_s1 < logits_sv.shape[1])  # never without a label
+    ids_s1 = ids_s1.masked_fill(~here_s1, 0)
+    target_s = wide_sv.gather(1, ids_s1).sub_(most_s.unsqueeze(1)).masked_fill_(~here_s1, 0).squeeze(1)
+    errors_sv = (wide_sv - most_s.unsqueeze(1)).exp_()
+    total_s, target_s = ranks.summed(torch.stack((errors_sv.sum(-1), target_s)))
+    labelled_s = labels_s != IGNORED
+    losses_s = (total_s.log() - target_s).masked_fill(~labelled_s, 0)
+    errors_sv.mul_((labelled_s / total_s).unsqueeze(1)).scatter_add_(1, ids_s1, -here_s1.to(errors_sv.dtype))
+    if cap is not None:
+        errors_sv *= 1 - (wide_sv / cap).square()
+    if scale is not None:
+        errors_sv *= scale
+    return losses_s, errors_sv.to(logits_sv.dtype)
 
 
 def losses_and_logs(logits_sV: Tensor, labels_s: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm
+from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm, held
 from raypp.stages.models.recomputed import is_plain, product
 
 
@@ -79,9 +79,11 @@ def _comes_later(weight: Tensor) -> bool:
 
 class Projection(nn.Linear):
     """nn.Linear whose result a recomputation may take over, and whose weight's gradient may come
-    later. `fp8`: the product in fp8 (`models.fp8`); None: that of torch."""
+    later. `fp8`: the product in fp8 (`models.fp8`); None: that of torch. `adds_bias`: False where
+    another rank of a tp group does."""
 
     fp8: nn.Module | None
+    adds_bias = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -89,7 +91,8 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
-        return linear(x, self.weight, self.bias, self.fp8 or F.linear)
+        bias = held(self.bias) if self.bias is not None and self.adds_bias else None
+        return linear(x, held(self.weight), bias, self.fp8 or F.linear)
 
 
 class Lookup(nn.Embedding):
@@ -97,10 +100,10 @@ class Lookup(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids `[...]` to rows `[..., C]` of the weight."""
-        if not _comes_later(self.weight):
-            return super().forward(tokens)
-        gradient = partial(_of_rows, count=self.num_embeddings)
-        return _apart(F.embedding(tokens, self.weight.detach()), tokens, self.weight, None, gradient)
+        weight = held(self.weight)
+        if not _comes_later(weight):
+            return F.embedding(tokens, weight)
+        return _apart(F.embedding(tokens, weight.detach()), tokens, weight, None, partial(_of_rows, count=len(weight)))
 
 
 def defer_in(model: nn.Module) -> None:

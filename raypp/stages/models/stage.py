@@ -30,8 +30,10 @@ from raypp.stages.models.layers import (
 from raypp.stages.models.lora import add_adapters
 from raypp.stages.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.stages.models.moe import MixtureOfExperts, MoeDecoderLayer
+from raypp.stages.models.grouped_products import held
 from raypp.stages.models.products import Lookup, Projection
 from raypp.stages.models.rotary import Table, rotary_table
+from raypp.stages.models.tensor_ranks import TensorRanks
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 
@@ -71,6 +73,8 @@ class DecoderStage(nn.Module):
         self._rotary = {str(index): layer_rotary(options, index) for index in layers}
         self._projection: Tensor | None = None
         self._separate = False
+        self.tensor: TensorRanks | None = None
+        """The ranks that compute its blocks together (`parallel.tensor`); None: it does alone."""
 
     computes_loss = True
     """Its forward takes `targets`. Without this, the pipeline computes the loss from logits."""
@@ -99,6 +103,8 @@ class DecoderStage(nn.Module):
             Activations `[B, T, C]`. On the last stage logits `[B, T, V]`, `[B, 1, V]` with
             `last_B`, or with `targets` the summed loss `[]`.
         """
+        if self.tensor is not None and labelled_BT is not None:
+            labelled_BT = self.tensor.own(labelled_BT)
         tokens = x
         if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
@@ -110,6 +116,8 @@ class DecoderStage(nn.Module):
         of_layers = [None if rotary is None else tables[rotary] for rotary in self._rotary.values()]
         x = self.run_layers(x, tokens, of_layers, documents, labelled_BT)
         if self.model.norm is not None:
+            if self.tensor is not None:
+                x = self.tensor.gathered(x)
             if last_B is not None:
                 x = x.gather(1, last_B[:, None, None].expand(-1, 1, x.shape[-1]))
             x = self.model.norm(x)
@@ -135,22 +143,23 @@ class DecoderStage(nn.Module):
     def _logits(self, x_BTC: Tensor) -> Tensor:
         """Projects `[B, T, C]` to logits `[B, T, V]`."""
         logits = F.linear(x_BTC, self._projection_weight()) if self.lm_head is None else self.lm_head(x_BTC)
+        if self.tensor is not None:
+            logits = self.tensor.whole_rows(logits)
         return soft_capped(logits, self.ends.logit_cap)
 
     def _loss(self, x_BTC: Tensor, targets: Targets) -> Tensor:
         """Returns the summed loss `[]` of `[B, T, C]`."""
         weight = self._projection_weight()
-        if in_chunks(x_BTC, weight):
-            return loss_sum_in_chunks(x_BTC, weight, targets, self.ends.logit_cap)
+        if self.tensor is not None or in_chunks(x_BTC, weight):
+            return loss_sum_in_chunks(x_BTC, weight, targets, self.ends.logit_cap, self.tensor)
         return token_loss_sum(self._logits(x_BTC), targets.labels_BT)
 
     def _projection_weight(self) -> Tensor:
         """Returns the matrix `[V, C]` of the projection."""
         if self.lm_head is not None:
-            own: Tensor = self.lm_head.weight
-            return own
+            return held(self.lm_head.weight)
         assert self.model.embed_tokens is not None
-        weight: Tensor = self.model.embed_tokens.weight
+        weight: Tensor = held(self.model.embed_tokens.weight)
         if self._separate and torch.is_grad_enabled():
             if self._projection is None:
                 self._projection = weight.detach().requires_grad_()

@@ -1,6 +1,6 @@
 """Prepares a stage for training. The steps work in this order only.
 
-0. Spread experts over ranks; each rank keeps its share. Beside a quantised base, other frozen
+0. Spread experts and cut matrices over ranks; each rank keeps its share. Beside a quantised base, other frozen
    weights get the compute dtype first.
 1. Compile the forward of each block with torch.compile; selective activation checkpointing goes
    inside, before.
@@ -40,6 +40,7 @@ from raypp.stages.parallel.expert import expert_fsdp_settings, moe_blocks, sprea
 from raypp.stages.parallel.rank_groups import RankGroups
 from raypp.stages.parallel.replica_sums import ReplicaSums
 from raypp.stages.parallel.shard import sharded_like
+from raypp.stages.parallel.tensor import split_tensors
 from raypp.torch_private import (
     ATTENTION_OPERATORS,
     GROUPED_MM_OPERATOR,
@@ -95,9 +96,11 @@ def prepare_stage(
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
-    if groups is not None and groups.context is not None:
+    if groups is not None and groups.tensor is not None:
+        split_tensors(stage, job.model, groups.weights)
+    if groups is not None:
         for block in moe_blocks(stage):
-            block.microbatch_group = groups.context[0]
+            block.microbatch_group = groups.tokens
     extent, within, own = job.train.activation_checkpointing, False, ":" in job.model.kind
     if own:
         defer_in(stage)

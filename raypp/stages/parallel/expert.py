@@ -28,7 +28,7 @@ from raypp.stages.models.moe import MixtureOfExperts
 from raypp.stages.models.recomputed import once
 from raypp.stages.parallel.host_copies import CopyStreams
 
-EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
 
 
 def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str, options: Any = None) -> DeviceMesh | None:
@@ -38,7 +38,7 @@ def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str, options: Any
     of `EXPERT_AXES`. None if ep is 1: experts are then ordinary weights."""
     if ep == 1:
         return None
-    shape = (sizes.pp, sizes.dp_replicate, sizes.shards // ep, ep)
+    shape = (sizes.pp, sizes.dp_replicate, sizes.shards // ep, ep, sizes.tp)
     override: dict[int | str, Any] | None = None if options is None else {"expert_shard": options}
     return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES, backend_override=override)
 

@@ -41,10 +41,11 @@ class RankGroups:
             (fsdp) and ranks with other tokens of the same rows (cp).
         context: Two groups over the ranks of the cp group: one for messages to higher ranks, one
             for messages to lower ranks. None without cp.
-        experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
+        experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep, tp. None
             without ep.
         replica: Where replicas train apart (`parallel.outer_sync`): the ranks of this one. FSDP
             knows no other. None: they train together.
+        tokens: The ranks that share the tokens of a row: those of cp and tp. None without both.
         outer: Then, the ranks that hold the same shards; a thread may use it.
     """
 
@@ -57,6 +58,12 @@ class RankGroups:
     experts: DeviceMesh | None = None
     replica: dist.ProcessGroup | None = None
     outer: dist.ProcessGroup | None = None
+    tokens: dist.ProcessGroup | None = None
+
+    @property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """The ranks that compute each layer together; None without tp."""
+        return self.mesh["tp"].get_group() if self.mesh["tp"].size() > 1 else None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -87,6 +94,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
     shared: dict[int | str, Any] = {FSDP_CP if sizes.cp > 1 else "fsdp": urgent()} if some_share else {}
     override: dict[int | str, Any] = {"pp": urgent(ctas)} if cuda else {}
     override |= shared if sizes.cp == 1 else {}
+    override |= {"tp": urgent()} if cuda and 1 < sizes.tp < sizes.world else {}
     mesh = init_device_mesh(
         device_type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=override or None
     )
@@ -103,6 +111,9 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
             device_type, tuple(merged.values()), mesh_dim_names=tuple(merged), backend_override=shared or None
         )
         context = mesh["cp"].get_group(), _own_group(Mesh(sizes).groups("cp"), "cp_down")
+    tokens = mesh["cp" if sizes.tp == 1 else "tp"].get_group() if sizes.cp * sizes.tp > 1 else None
+    if min(sizes.cp, sizes.tp) > 1:
+        tokens = _own_group(Mesh(sizes).groups(("cp", "tp")), "tokens")
     others = [axis.name for axis in AXES if axis.name != "dp_replicate"]
     return RankGroups(
         mesh=mesh,
@@ -114,6 +125,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         experts=make_expert_mesh(sizes, ep, device_type, urgent() if cuda else None),
         replica=_own_group(Mesh(sizes).groups(others), "replica") if apart else None,
         outer=_own_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
+        tokens=tokens,
     )
 
 

@@ -119,12 +119,12 @@ class StepPlan:
         return [sum(self.replica_tokens[index * each : (index + 1) * each]) for index in range(replicas)]
 
 
-def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
-    """Returns the padded length of a microbatch: ceil(ceil(N / cp) / multiple) · multiple · cp;
-    with a bucket, N is first rounded up to a multiple of it."""
+def padded_length(tokens: int, *, parts: int = 1, multiple: int = 1, bucket: int = 0) -> int:
+    """Returns the padded length of a microbatch: ceil(ceil(N / parts) / multiple) · multiple ·
+    parts; with a bucket, N is first rounded up to a multiple of it. `parts`: mesh.cp · mesh.tp."""
     if bucket:
         tokens = math.ceil(tokens / bucket) * bucket
-    return math.ceil(math.ceil(tokens / cp) / multiple) * multiple * cp
+    return math.ceil(math.ceil(tokens / parts) / multiple) * multiple * parts
 
 
 def agree_on_step(

@@ -25,7 +25,7 @@ def row(*documents: int, first: int = 1) -> Row:
     [(8000, 1, 128, 8064), (96000, 4, 128, 96256), (5000, 2, 64, 5120), (1001, 2, 8, 1008)],
 )
 def test_lengths_are_padded_to_a_multiple_on_every_cp_rank(tokens: int, cp: int, multiple: int, expected: int) -> None:
-    assert padded_length(tokens, cp=cp, multiple=multiple) == expected
+    assert padded_length(tokens, parts=cp, multiple=multiple) == expected
 
 
 def test_a_bucket_rounds_up_before_the_multiple() -> None:

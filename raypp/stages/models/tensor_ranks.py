@@ -1,0 +1,99 @@
+"""The ranks that compute a stage's blocks together (mesh.tp), and what they send each other.
+
+Between blocks each holds an equal part of every row's tokens. A block takes all of them, each rank
+computes its heads or its part of the inner width, and the sums of these parts are spread again.
+
+Legend: B rows, T tokens of a row, t = T / tp of a rank, C residual width, V vocabulary, v = V / tp
+of a rank, s tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorRanks:
+    """The ranks of a tp group. Each method is collective over them, as is its backward."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def gathered(self, x_BtC: Tensor) -> Tensor:
+        """Returns all tokens, `[B, T, C]`, of this rank's. The backward sums the ranks' gradients."""
+        out: Tensor = _Gathered.apply(x_BtC, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def spread(self, part_BTC: Tensor) -> Tensor:
+        """Returns the ranks' sum of parts `[B, T, C]`, for this rank's tokens: `[B, t, C]`."""
+        out: Tensor = _Spread.apply(part_BTC, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """Returns this rank's tokens of `[B, T]`, `[B, t]`. Sends nothing."""
+        return x_BT.chunk(self.size, dim=1)[self.rank]
+
+    def whole_rows(self, part_v: Tensor) -> Tensor:
+        """Returns `[..., V]`, of this rank's part of the last dim, `[..., v]`. No backward."""
+        parts = [torch.empty_like(part_v) for _ in range(self.size)]
+        dist.all_gather(parts, part_v.detach().contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the largest of the ranks' values `[...]`, in their memory. No backward."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Returns the sum of the ranks' values `[...]`, in their memory. No backward."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+
+class _Gathered(torch.autograd.Function):
+    """`TensorRanks.gathered`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtC: Tensor, ranks: TensorRanks) -> Tensor:
+        """Returns `[B, T, C]`."""
+        ctx.ranks = ranks
+        return _gather(x_BtC, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient `[B, t, C]`."""
+        return _scatter(gradient, ctx.ranks), None
+
+
+class _Spread(torch.autograd.Function):
+    """`TensorRanks.spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, part_BTC: Tensor, ranks: TensorRanks) -> Tensor:
+        """Returns `[B, t, C]`."""
+        ctx.ranks = ranks
+        return _scatter(part_BTC, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient `[B, T, C]`."""
+        return _gather(gradient, ctx.ranks), None
+
+
+def _gather(x_BtC: Tensor, ranks: TensorRanks) -> Tensor:
+    rows, part, width = x_BtC.shape
+    x_RBtC = x_BtC.new_empty(ranks.size * rows, part, width)
+    dist.all_gather_into_tensor(x_RBtC, x_BtC.contiguous(), group=ranks.group)
+    return x_RBtC.view(ranks.size, rows, part, width).transpose(0, 1).reshape(rows, ranks.size * part, width)
+
+
+def _scatter(x_BTC: Tensor, ranks: TensorRanks) -> Tensor:
+    rows, tokens, width = x_BTC.shape
+    part = tokens // ranks.size
+    x_RBtC = x_BTC.view(rows, ranks.size, part, width).transpose(0, 1).reshape(ranks.size * rows, part, width)
+    out_BtC = x_BTC.new_empty(rows, part, width)
+    dist.reduce_scatter_tensor(out_BtC, x_RBtC.contiguous(), group=ranks.group)
+    return out_BtC
