@@ -206,7 +206,7 @@ class StepRunner:
         return StepKeys(self.job.train.seed, step, self.seat.replica * rows) if lora and lora.dropout else None
 
     def own_lengths(self, read: ReadStep) -> list[int]:
-        """Returns t of every microbatch: the tokens of each row that this rank holds between blocks."""
+        """Returns t of each microbatch: the tokens of a row that this rank has between blocks."""
         return [length // self._parts for length in read.plan.seq_lens]
 
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:

@@ -73,7 +73,8 @@ def loss_sum_in_chunks(
     """Returns `token_loss_sum` of the logits `x · weightᵀ`, without ever holding them all. It
     differs from the reference by rounding: sums over tokens are added chunk by chunk. `targets`:
     the labels, and when the gradient of the projection is computed. `cap`: as in `soft_capped`.
-    `ranks`: those that each hold a part of the projection; the call is collective over them. It is `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once."""
+    `ranks`: those that each hold a part of the projection; the call is collective over them.
+    Returns `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once."""
     grad = torch.is_grad_enabled()
     now = grad and targets.backward_next and weight_VC.requires_grad
     x_SC, labels_S = x_BTC.detach().flatten(0, 1), targets.labels_BT.flatten()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from raypp.job.known_families import FAMILIES, MODELS, layer_rotary
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
 from raypp.stages.models.documents import PackedDocuments
+from raypp.stages.models.grouped_products import held
 from raypp.stages.models.layers import (
     Attention,
     DecoderLayer,
@@ -30,7 +31,6 @@ from raypp.stages.models.layers import (
 from raypp.stages.models.lora import add_adapters
 from raypp.stages.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.stages.models.moe import MixtureOfExperts, MoeDecoderLayer
-from raypp.stages.models.grouped_products import held
 from raypp.stages.models.products import Lookup, Projection
 from raypp.stages.models.rotary import Table, rotary_table
 from raypp.stages.models.tensor_ranks import TensorRanks

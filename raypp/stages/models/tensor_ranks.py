@@ -23,7 +23,7 @@ class TensorRanks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gathered(self, x_BtC: Tensor) -> Tensor:
-        """Returns all tokens, `[B, T, C]`, of this rank's. The backward sums the ranks' gradients."""
+        """Returns the tokens of all ranks, `[B, T, C]`. The backward sums the ranks' gradients."""
         out: Tensor = _Gathered.apply(x_BtC, self)  # type: ignore[no-untyped-call]
         return out
 

@@ -1,7 +1,7 @@
 """Prepares a stage for training. The steps work in this order only.
 
-0. Spread experts and cut matrices over ranks; each rank keeps its share. Beside a quantised base, other frozen
-   weights get the compute dtype first.
+0. Spread experts and cut matrices over ranks; each rank keeps its share. Beside a quantised base,
+   other frozen weights get the compute dtype first.
 1. Compile the forward of each block with torch.compile; selective activation checkpointing goes
    inside, before.
 2. Wrap that in other activation checkpointing (inside FSDP, so that recomputation sees plain

@@ -133,5 +133,5 @@ def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None
     if gradients:
         flat = torch.cat([one.reshape(-1) for one in gradients])
         dist.all_reduce(flat, group=group)
-        for one, total in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        for one, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
             one.copy_(total.view_as(one))
