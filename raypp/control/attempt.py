@@ -19,7 +19,7 @@ from raypp.control.rank_ends import RankEnds, answer_to
 from raypp.control.ray_state import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
-from raypp.errors import RayppError
+from raypp.errors import RayppError, ResourcesError
 from raypp.failure_kinds import FailureKind
 from raypp.job.job import Job
 from raypp.planning.decision import Decision
@@ -160,7 +160,10 @@ class Attempt:
                 return [NoResources(reason)]
             time.sleep(min(timeout_s, 0.05))
             return []
-        self.ranks += planned_ranks(self.mesh, nodes, all_nodes(), apart=self.job.outer is not None)
+        try:
+            self.ranks += planned_ranks(self.mesh, nodes, all_nodes(), apart=self.job.outer is not None)
+        except ResourcesError as error:
+            return [NoResources("; ".join(map(str, error.problems)))]
         labels = [rank.label for rank in sorted(self.ranks, key=lambda rank: rank.bundle)]
         self.workers.fill(nodes, labels, self.number, self.placement)
         for rank in self.ranks:

@@ -37,6 +37,7 @@ from raypp.planning.decision import Facts
 from raypp.planning.fit_search import memory_problems
 from raypp.planning.geometry import Mesh, shapes
 from raypp.planning.host_memory import offload_problems
+from raypp.planning.seating import keep_groups_inside
 from raypp.records import RunState
 from raypp.registry import load_object
 from raypp.state.checkpoint.run_spec import read_end
@@ -59,9 +60,9 @@ def check_resources(job: Job, cluster: Cluster, *, idle: bool = False) -> tuple[
     """Returns what decisions take into account of the cluster, when enough devices are free, and
     the job with what is decided for the life of its run. `idle`: as if no other run were there.
     Raises UnreachableError: The cluster does not answer. Raises ResourcesError: There are fewer
-    free devices than ranks; names the free ones and a mesh that fits. Or a rank needs more memory
-    than the largest GPU has; names changes that fit. Or the nodes' memory is too small for what the
-    job offloads."""
+    free devices than ranks; names the free ones and a mesh that fits. Or a node has too few for a
+    tp group. Or a rank needs more memory than the largest GPU has; names changes that fit. Or the
+    nodes' memory is too small for what the job offloads."""
     nodes = cluster.dashboard.nodes()
     if idle:
         nodes = [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes]
@@ -117,6 +118,8 @@ def device_for(
     if total >= world and not training:
         return device
     smallest = _smallest_gpu(nodes) if device == "cuda" else 0
+    if total >= world and job.mesh.tp > 1:
+        keep_groups_inside(Mesh.of(job.mesh), [(node.ip, free[node.node_id]) for node in nodes])
     if total >= world or best_for(job, total, smallest) is not None:
         largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
         memory = {node.ip: node.free_bytes for node in nodes if free[node.node_id]}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from raypp.errors import JobError, Problem, size_text
+from raypp.errors import JobError, Problem, ResourcesError, size_text
 from raypp.job.job import Job
 from raypp.job.precision import BF16
 from raypp.planning.activations import stage_activation_bytes
@@ -140,7 +140,10 @@ def pipeline_ctas(job: Job, facts: Facts) -> tuple[int, str]:
     if facts.device == "cpu" or job.mesh.pp == 1 or sum(facts.gpus) < mesh.world:
         return _MOST_CTAS, ""
     nodes = Machines(tuple(Node(str(index), count) for index, count in enumerate(facts.gpus)))
-    seats = nodes.seats(mesh, apart=job.outer is not None)
+    try:
+        seats = nodes.seats(mesh, apart=job.outer is not None)
+    except ResourcesError:  # a tp group fits on no node; whoever places it says so
+        return _MOST_CTAS, ""
     rates = {"in a node": _inside(facts.cards, 0.0), "between nodes": facts.network_gbps}
     crossed = {
         "in a node" if seats[one].name == seats[other].name else "between nodes"
@@ -203,5 +206,5 @@ def reduction_on(job: Job, devices: Sequence[int], names: Iterable[str], memory:
     inside = _inside(names, INSIDE_GBPS)
     try:
         return decide_reduction(job, Machines(nodes, inside_gbps=inside), memory, "cuda")[0]
-    except JobError:  # `check_plan` says why
+    except (JobError, ResourcesError):  # `check_plan` says why, or whoever places the ranks
         return job.with_reduction(LAST)

@@ -1,4 +1,4 @@
-"""Ranks and their coordinates, in the order of `raypp.records.AXES`: pp slowest, cp fastest. Every
+"""Ranks and their coordinates, in the order of `raypp.records.AXES`: pp slowest, tp fastest. Every
 mesh of a number of ranks, and the best one when there are fewer than the job asks for.
 
 All who look for a mesh ask `shapes`, so that all obey the same rules of what divides what.
@@ -106,7 +106,7 @@ def shapes(
     Args:
         world: Number of ranks: exactly this many or, with `longest`, at most.
         rows: What the replicas must divide, so that a step keeps its rows; 0: any number of them.
-        keep: The mesh whose fixed axes, such as cp, keep their lengths; None: they have any.
+        keep: The mesh whose fixed axes, cp and tp, keep their lengths; None: they have any.
         ep: Expert-parallel ranks, which must divide fsdp · cp.
         longest: The longest that each axis may be.
     """

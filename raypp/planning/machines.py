@@ -18,7 +18,7 @@ from raypp.job.job import Job
 from raypp.planning.decision import ResolvedPipeline
 from raypp.planning.geometry import Mesh
 from raypp.planning.resolve import wire_bytes, wire_of
-from raypp.planning.seating import arrange
+from raypp.planning.seating import arrange, keep_groups_inside
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -138,7 +138,8 @@ class Machines:
 
     def seats(self, mesh: Mesh, *, apart: bool = False) -> Sequence[Node]:
         """Returns the node of every rank, by raypp's seating order. If replicas train apart, all
-        nodes count as one site. Raises ResourcesError: there are more ranks than devices."""
+        nodes count as one site. Raises ResourcesError: there are more ranks than devices, or a tp
+        group would leave its node."""
         if mesh.world > self.devices:
             fault = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(fault, "use a smaller mesh, or add nodes")
@@ -147,12 +148,15 @@ class Machines:
 
 @lru_cache(maxsize=1)  # a plan asks several times
 def _seats(nodes: Sequence[Node], mesh: Mesh, apart: bool) -> Sequence[Node]:
+    tp = mesh.sizes.tp
+    if tp > 1:
+        keep_groups_inside(mesh, [(node.name, node.devices) for node in nodes])
     homes: list[Node] = []
     positions: list[range] = []
     for node in nodes:
-        devices = min(node.devices, mesh.world - len(homes))
-        if not devices:
+        if len(homes) == mesh.world:
             break
+        devices = min(node.devices // tp * tp, mesh.world - len(homes))
         positions.append(range(len(homes), len(homes) + devices))
         homes += [node] * devices
     return [homes[position] for position in arrange(mesh, positions, [positions] if apart else ())]

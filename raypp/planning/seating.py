@@ -10,10 +10,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from raypp.errors import Problem, ResourcesError
-from raypp.planning.geometry import Mesh
+from raypp.errors import Problem, ResourcesError, first_of
+from raypp.planning.geometry import Mesh, divisors
 from raypp.records import NodeFacts
 
+_MOST_NODES = 8
+"""More nodes are not listed."""
 _Block = Sequence[int]
 """Positions in the sorted list of workers that belong together."""
 
@@ -22,12 +24,13 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts], *, apart: bool = False) -
     """Returns the rank of each worker, in the order of `facts`, which has one entry per worker.
 
     The pipeline may cross nodes; groups that communicate more stay within a node where they fit.
-    The ranks of a stage (dp_replicate · fsdp · cp) stay on one node if it has room, else its fsdp ·
-    cp ranks, else those of an expert group, else those of a cp group. Blocks that fit on no node
-    are built from the remaining workers. Neighbouring stages end up on the same or on neighbouring
+    The ranks of a stage (dp_replicate · fsdp · cp · tp) stay on one node if it has room, else its
+    fsdp · cp · tp ranks, else those of an expert group, with all that compute layers with them,
+    else those of a cp group. Blocks that fit on no node are built from the remaining workers; those
+    of a tp group always stay on one. Neighbouring stages end up on the same or on neighbouring
     nodes. With `apart`, each replica stays within a site where it fits. The result depends on node
     addresses and device indices, not on the order of the workers. Raises ResourcesError: the
-    numbers of workers and ranks differ.
+    numbers of workers and ranks differ, or a tp group would leave its node.
     """
     if len(facts) != mesh.world:
         fix = "use a smaller mesh, or give the cluster more devices"
@@ -38,6 +41,8 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts], *, apart: bool = False) -
     nodes: dict[str, list[int]] = {}
     for position, worker in enumerate(workers):
         nodes.setdefault(facts[worker].node_id, []).append(position)
+    homes = (facts[workers[node[0]]].ip for node in nodes.values())
+    keep_groups_inside(mesh, list(zip(homes, map(len, nodes.values()), strict=True)))
     ranks = [0] * len(facts)
     sites: dict[str, list[_Block]] = {}
     for node in nodes.values():
@@ -45,6 +50,25 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts], *, apart: bool = False) -
     for rank, position in enumerate(arrange(mesh, list(nodes.values()), list(sites.values()) if apart else ())):
         ranks[workers[position]] = rank
     return ranks
+
+
+def keep_groups_inside(mesh: Mesh, devices: Sequence[tuple[str, int]]) -> None:
+    """Raises ResourcesError if a tp group would leave its node. `devices`: the nodes and
+    how many devices each has, together at least one for each rank."""
+    tp, world = mesh.sizes.tp, mesh.world
+    if _held(devices, tp) >= world:
+        return
+    fits = max(one for one in divisors(tp) if _held(devices, one) >= world)
+    nodes = first_of([f"{name} has {count}" for name, count in devices], _MOST_NODES)
+    fault = f"the {tp} ranks of a group must be on one node, but {world} ranks in such groups do not fit: {nodes}"
+    raise ResourcesError(
+        Problem("mesh.tp", fault, f"use mesh.tp {fits} with mesh.fsdp {mesh.sizes.fsdp * tp // fits}, or other nodes")
+    )
+
+
+def _held(devices: Sequence[tuple[str, int]], tp: int) -> int:
+    """Returns the ranks that nodes hold in whole tp groups."""
+    return sum(count // tp * tp for _, count in devices)
 
 
 def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block]] = ()) -> list[int]:
@@ -63,7 +87,7 @@ def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block
                 left += _by_node(replica, nodes)
     if left:
         replicas += [_arrange(_by_node(mixed, nodes), _block_sizes(one)) for mixed in _blocks(left, [one.world, 1])]
-    stage = mesh.sizes.shards
+    stage = mesh.sizes.shards * mesh.sizes.tp
     starts = range(0, one.world, stage)
     return [position for start in starts for replica in replicas for position in replica[start : start + stage]]
 
@@ -91,7 +115,8 @@ def _block_sizes(mesh: Mesh) -> list[int]:
     lengths = list(mesh.sizes.column)
     inner = [math.prod(lengths[slowest:]) for slowest in range(len(lengths))]
     blocks: list[int] = []
-    for size in (*inner[:2], mesh.ep, *inner[2:]):
+    experts = mesh.ep * mesh.sizes.tp if mesh.ep > 1 else 1
+    for size in (*inner[:2], experts, *inner[2:]):
         if size > 1 and (not blocks or (size < blocks[-1] and blocks[-1] % size == 0)):
             blocks.append(size)
     return [*blocks, 1]

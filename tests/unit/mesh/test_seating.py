@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raypp.errors import ResourcesError
 from raypp.job.job import MeshSection
 from raypp.planning.geometry import Mesh
+from raypp.planning.machines import Machines, Node
 from raypp.planning.seating import seat_order
 from raypp.records import Coordinates, NodeFacts
 
@@ -55,12 +56,43 @@ def test_pp_crosses_nodes_and_neighbours_and_fsdp_stay_inside_one(axes: dict[str
         ({"pp": 4, "fsdp": 2}, (3, 5), "fsdp", 1),
         ({"pp": 4, "fsdp": 2}, (6, 2), "fsdp", 0),
         ({"pp": 4, "fsdp": 2}, (1, 2, 2, 2, 1), "fsdp", 1),
+        ({"pp": 2, "tp": 8}, (8, 8), "tp", 0),
+        ({"pp": 2, "fsdp": 4, "tp": 2}, (6, 4, 6), "tp", 0),
+        ({"pp": 2, "fsdp": 4, "tp": 2}, (6, 4, 6), ("fsdp", "tp"), 2),
+        ({"fsdp": 2, "cp": 2, "tp": 2}, (2, 4, 2), ("cp", "tp"), 1),
+        ({"pp": 2, "dp_replicate": 2, "tp": 2}, (4, 2, 2), "tp", 0),
     ],
 )
 def test_nodes_break_as_few_groups_as_they_must(
     axes: dict[str, int], nodes: tuple[int, ...], axis: str | tuple[str, ...], broken: int
 ) -> None:
     assert crossing(mesh_of(**axes), workers(*nodes), axis) == broken
+
+
+def test_ranks_of_an_expert_group_stay_together_with_those_that_compute_layers_with_them() -> None:
+    mesh = mesh_of(fsdp=4, tp=2, ep=2)
+    nodes = nodes_of_ranks(mesh, workers(2, 4, 2))
+    assert [len(set(nodes[first : first + 4])) for first in (0, 4)] in ([1, 2], [2, 1])
+
+
+def test_the_devices_of_a_tp_group_are_neighbours() -> None:
+    assert seat_order(mesh_of(pp=2, tp=2), workers(2, 2)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fits"), [((6, 2), "mesh.tp 2 with mesh.fsdp 2"), ((5, 3), "mesh.tp 1 with mesh.fsdp 4")]
+)
+def test_a_tp_group_never_leaves_a_node(nodes: tuple[int, ...], fits: str) -> None:
+    with pytest.raises(ResourcesError, match=rf"mesh.tp: .*10.0.0.1 has {nodes[0]}, 10.0.0.2 has {nodes[1]}") as error:
+        seat_order(mesh_of(pp=2, tp=4), workers(*nodes))
+    assert fits in error.value.problems[0].fix
+
+
+def test_given_machines_hold_whole_tp_groups_or_refuse_them() -> None:
+    mesh, spare = mesh_of(pp=2, tp=4), Machines((Node("a", 6), Node("b", 5)))
+    assert [node.name for node in spare.seats(mesh)] == ["a"] * 4 + ["b"] * 4
+    with pytest.raises(ResourcesError, match=r"mesh.tp: .*a has 7, b has 3"):
+        Machines((Node("a", 7), Node("b", 3))).seats(mesh)
 
 
 def test_addresses_sort_as_numbers() -> None:
@@ -77,7 +109,7 @@ def test_devices_of_a_node_get_ranks_in_their_order() -> None:
 def test_seats_do_not_depend_on_the_order_in_which_workers_come(
     shuffle: random.Random, shape: tuple[int, int, int, int]
 ) -> None:
-    mesh, counts = Mesh(Coordinates(*shape)), [1, 1, 1]
+    mesh, counts = Mesh(Coordinates(*shape, tp=1)), [1, 1, 1]
     while sum(counts) < mesh.world:
         counts[shuffle.randrange(3)] += 1
     if mesh.world == 4:
