@@ -112,18 +112,28 @@ PLAIN = Layer()
 
 
 def _linear(
-    name: str, rows: int, columns: int, part: _Part, *, bias: bool = False, residual: bool = False
+    name: str,
+    rows: int,
+    columns: int,
+    part: _Part,
+    *,
+    bias: bool = False,
+    residual: bool = False,
+    joins: Shape = (),
+    shared: bool = False,
 ) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", (rows, columns), part, residual=residual)
+    if not residual and not shared:
+        joins = joins or (rows,)
+    yield Weight(f"{name}.weight", (rows, columns), part, residual=residual, joins=joins)
     if bias:
-        yield Weight(f"{name}.bias", (rows,), part)
+        yield Weight(f"{name}.bias", (rows,), part, joins=joins)
 
 
-def _norm(options: DecoderOptions, name: str, size: int) -> Iterator[Weight]:
+def _norm(options: DecoderOptions, name: str, size: int, joins: Shape = ()) -> Iterator[Weight]:
     ends = options.stage_ends()
-    yield Weight(f"{name}.weight", (size,), "norm", initial=0.0 if ends.gain_from_zero else None)
+    yield Weight(f"{name}.weight", (size,), "norm", initial=0.0 if ends.gain_from_zero else None, joins=joins)
     if ends.layer_norm:
-        yield Weight(f"{name}.bias", (size,), "norm")
+        yield Weight(f"{name}.bias", (size,), "norm", joins=joins)
 
 
 def _attention(options: DecoderOptions, layer: Layer, *, sinks: bool) -> Iterator[Weight]:
@@ -132,16 +142,20 @@ def _attention(options: DecoderOptions, layer: Layer, *, sinks: bool) -> Iterato
     queries, keys = options.num_heads * head, options.kv_heads * head
     projected = 2 * queries if layer.output_gate else queries
     parts = {"q_proj": projected, "k_proj": keys, "v_proj": keys}
+    joins: Shape = ()
     if layer.fused_qkv:
-        parts = {"qkv_proj": queries + 2 * keys}
+        joins = (queries, keys, keys)
+        parts = {"qkv_proj": sum(joins)}
     for name, rows in parts.items():
-        yield from _linear(f"self_attn.{name}", rows, width, "attention", bias=layer.qkv_bias)
+        yield from _linear(f"self_attn.{name}", rows, width, "attention", bias=layer.qkv_bias, joins=joins)
     yield from _linear("self_attn.o_proj", width, queries, "attention", bias=layer.out_bias, residual=True)
     if layer.head_norms or layer.whole_norms:
-        yield from _norm(options, "self_attn.q_norm", queries if layer.whole_norms else head)
-        yield from _norm(options, "self_attn.k_norm", keys if layer.whole_norms else head)
+        whole = layer.whole_norms
+        yield from _norm(options, "self_attn.q_norm", queries if whole else head, (queries,) if whole else ())
+        yield from _norm(options, "self_attn.k_norm", keys if whole else head, (keys,) if whole else ())
     if sinks:
-        yield Weight("self_attn.sinks", (options.num_heads,), "attention", initial=0.0)
+        heads = (options.num_heads,)
+        yield Weight("self_attn.sinks", heads, "attention", initial=0.0, joins=heads)
 
 
 def delta_projections(rule: DeltaRule, layer: Layer) -> dict[str, int]:
@@ -154,11 +168,13 @@ def delta_projections(rule: DeltaRule, layer: Layer) -> dict[str, int]:
 
 def _delta_rule(options: DecoderOptions, layer: Layer, rule: DeltaRule) -> Iterator[Weight]:
     """Yields the parameters of `raypp.stages.models.delta_rule.GatedDeltaRule`."""
-    yield Weight("linear_attn.dt_bias", (rule.value_heads,), "norm", initial=1.0, fp32=True)
-    yield Weight("linear_attn.A_log", (rule.value_heads,), "norm", initial="decay", fp32=True)
-    yield Weight("linear_attn.conv1d.weight", (rule.channels, 1, rule.kernel), "norm", fp32=True)
+    heads, mixed = (rule.value_heads,), (rule.keys, rule.keys, rule.values)
+    yield Weight("linear_attn.dt_bias", heads, "norm", initial=1.0, fp32=True, joins=heads)
+    yield Weight("linear_attn.A_log", heads, "norm", initial="decay", fp32=True, joins=heads)
+    yield Weight("linear_attn.conv1d.weight", (rule.channels, 1, rule.kernel), "norm", fp32=True, joins=mixed)
     for name, rows in delta_projections(rule, layer).items():
-        yield from _linear(f"linear_attn.{name}", rows, options.hidden_size, "attention")
+        joins = mixed if name == "in_proj_qkv" else ()
+        yield from _linear(f"linear_attn.{name}", rows, options.hidden_size, "attention", joins=joins)
     yield Weight("linear_attn.norm.weight", (rule.value_dim,), "norm")
     yield from _linear("linear_attn.out_proj", options.hidden_size, rule.values, "attention", residual=True)
 
@@ -170,10 +186,11 @@ def _latent_attention(options: LatentOptions, layer: Layer) -> Iterator[Weight]:
     if options.q_lora_rank is None:
         yield from linear("self_attn.q_proj", heads * options.qk_head_dim, width)
     else:
-        yield from linear("self_attn.q_a_proj", options.q_lora_rank, width, bias=layer.qkv_bias)
+        yield from linear("self_attn.q_a_proj", options.q_lora_rank, width, bias=layer.qkv_bias, shared=True)
         yield from _norm(options, "self_attn.q_a_layernorm", options.q_lora_rank)
         yield from linear("self_attn.q_b_proj", heads * options.qk_head_dim, options.q_lora_rank)
-    yield from linear("self_attn.kv_a_proj_with_mqa", latent + options.qk_rope_head_dim, width, bias=layer.qkv_bias)
+    both = latent + options.qk_rope_head_dim
+    yield from linear("self_attn.kv_a_proj_with_mqa", both, width, bias=layer.qkv_bias, shared=True)
     yield from _norm(options, "self_attn.kv_a_layernorm", latent)
     yield from linear("self_attn.kv_b_proj", heads * (options.qk_nope_head_dim + options.v_head_dim), latent)
     yield from linear("self_attn.o_proj", width, heads * options.v_head_dim, bias=layer.out_bias, residual=True)
@@ -188,14 +205,15 @@ def _feed_forward(options: DecoderOptions, layer: Layer) -> Iterator[Weight]:
         into, back = {"c_fc": inner}, "c_proj"
     else:
         into, back = {"gate_proj": inner, "up_proj": inner}, "down_proj"
-    yield from _projections(layer.mlp_name, into, back, width, inner, bias=layer.mlp_bias)
+    joins = (inner, inner) if layer.mlp == "fused" else ()
+    yield from _projections(layer.mlp_name, into, back, width, inner, bias=layer.mlp_bias, joins=joins)
 
 
 def _projections(
-    block: str, into: dict[str, int], back: str, width: int, inner: int, *, bias: bool = False
+    block: str, into: dict[str, int], back: str, width: int, inner: int, *, bias: bool = False, joins: Shape = ()
 ) -> Iterator[Weight]:
     for name, rows in into.items():
-        yield from _linear(f"{block}.{name}", rows, width, "feed_forward", bias=bias)
+        yield from _linear(f"{block}.{name}", rows, width, "feed_forward", bias=bias, joins=joins)
     yield from _linear(f"{block}.{back}", width, inner, "feed_forward", bias=bias, residual=True)
 
 

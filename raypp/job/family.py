@@ -38,6 +38,8 @@ class Weight:
             1 for gains, 0 for biases, else random.
         fp32: It is trained in fp32 with `bf16_pure`, too. There are few of them, and bf16 is too
             coarse for their updates.
+        joins: The rows of each of the parts that follow each other in it. The ranks of a tp group
+            divide every part; with `residual` its columns. (): each has it whole.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Weight:
     initial: float | Literal["decay"] | None = None
     transposed: bool = False
     fp32: bool = False
+    joins: Shape = ()
 
     @property
     def parameters(self) -> int:

@@ -235,30 +235,24 @@ def _context(job: Job) -> Iterator[Problem]:
 
 def _tensor(job: Job) -> Iterator[Problem]:
     """Finds what the ranks of a tp group cannot share."""
-    model, tp, lora = job.model, job.mesh.tp, job.model.lora
+    model, tp = job.model, job.mesh.tp
     family = family_of(model)
     layers = [] if family is None else [family.layer(model, index) for index in range(model.num_layers)]
-    cut = {
-        "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.kv_heads,
-        "model.vocab_size": model.vocab_size,
-    }
-    if any(not layer.routes for layer in layers):
-        cut["model.ffn_size"] = model.ffn_size
-    for key, size in cut.items():
-        if size % tp:
-            fault = f"{tp} does not divide {key} = {size}"
-            yield Problem("mesh.tp", fault, f"use {_near(tp, divisors(size))}, or share the weights by mesh.fsdp")
+    own = [getattr(model, "of_layer", lambda _: model)(index) for index in range(model.num_layers)]
+    cut = {"model.num_heads": {model.num_heads}, "model.num_kv_heads": {one.kv_heads for one in own}}
+    cut["model.ffn_size"] = {one.ffn_size for one, layer in zip(own, layers, strict=False) if not layer.routes}
+    rules = list(filter(None, map(model.delta_rule, range(model.num_layers))))
+    cut["model.linear_key_heads"] = {rule.key_heads for rule in rules}
+    repeats = not any(layer.whole_norms for layer in layers)
+    for key, sizes in cut.items():
+        for size in sorted(sizes):
+            if size % tp and not (key == "model.num_kv_heads" and repeats and tp % size == 0):
+                fix = f"use {_near(tp, divisors(size))}, or share the weights by mesh.fsdp"
+                yield Problem("mesh.tp", f"{tp} does not divide {key} = {size}", fix)
     refused = [
         (family is None, f"{model.kind} is a model of your own, whose matrices raypp cannot cut"),
-        (any(layer.fused_qkv or layer.mlp == "fused" for layer in layers), f"{model.kind} has fused projections"),
-        (any(layer.whole_norms for layer in layers), f"{model.kind} normalises all heads together"),
-        (any(layer.latent for layer in layers), f"{model.kind} has latent attention"),
-        (any(map(model.delta_rule, range(model.num_layers))), f"{model.kind} has delta rules"),
-        (family is not None and bool(family.first_weights(model)), f"{model.kind} has embeddings of layers"),
-        (quantised_base(model) is not None, "the frozen weights are quantised (model.lora.base)"),
-        (lora is not None and lora.dropout > 0, "adapters have dropout (model.lora.dropout)"),
-        (job.train.dtypes.fp8, "products are in fp8 (train.fp8)"),
+        (quantised_base(model) == "fp8", "the frozen weights are in fp8 (model.lora.base)"),
+        (job.train.dtypes.fp8, "products are in fp8 (train.precision)"),
         (job.train.optimizer.state == "8bit", "moments are in blocks (train.optimizer.state: 8bit)"),
         (job.train.optimizer.kind == "muon", "muon needs whole matrices (train.optimizer.kind)"),
         (job.outer is not None, "replicas train apart (train.sync.kind: outer)"),

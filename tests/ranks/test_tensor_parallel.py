@@ -12,9 +12,9 @@ from training import document, numbers
 STEPS = 2
 
 
-def job(kind: str = "llama", **mesh: Any) -> dict[str, Any]:
-    options = small_options(kind, num_layers=4, vocab_size=96).model_dump(mode="json", exclude_none=True)
-    return {**document(microbatches=4, **mesh), "model": options}
+def job(kind: str = "llama", changes: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    options = small_options(kind, num_layers=4).model_dump(mode="json", exclude_none=True)
+    return {**document(microbatches=4, **sections), "model": options | (changes or {})}
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}])

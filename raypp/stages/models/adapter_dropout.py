@@ -72,6 +72,8 @@ class AdapterDropout(nn.Module):
         dropped = min(round(probability * _STEPS), _STEPS - 1)
         self.lowest, self.factor = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
         self.tokens = tokens
+        self.columns: tuple[int, int] | None = None
+        """Of a tp group: this rank's first feature, and how many the matrix takes."""
         # Not an int: compiled code would be compiled again for that of every layer.
         self.key = torch.tensor(hash_key(f"dropout:{matrix}"), device="cpu")
 
@@ -80,7 +82,8 @@ class AdapterDropout(nn.Module):
         keys_S = self.tokens.keys_S
         if keys_S is None:
             return x
-        kept = _kept(keys_S, self.key, x.shape[-1], self.lowest).view(x.shape)
+        first, width = self.columns or (0, x.shape[-1])
+        kept = _kept(keys_S, self.key, width, self.lowest)[:, first : first + x.shape[-1]].reshape(x.shape)
         return torch.where(kept, x * self.factor, 0)
 
 

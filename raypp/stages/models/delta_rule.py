@@ -32,6 +32,7 @@ from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.products import Projection
 from raypp.stages.models.recomputed import attention
 from raypp.stages.models.rotary import Table
+from raypp.stages.models.tensor_ranks import weight_here
 
 _EPS = 1e-6
 """Epsilon of the norm of queries and keys."""
@@ -82,8 +83,8 @@ class GatedDeltaRule(nn.Module):
         group if `documents.across` is set."""
         mixed_SC, gate_SHV, b_SH, a_SH = self._projected(x_BTC.flatten(0, 1))
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
-        decay_SH = -self.A_log.to(wide).exp() * F.softplus(a_SH.to(wide) + self.dt_bias)
-        out_SHV = mixed_by_rule(mixed_SC, decay_SH, b_SH.sigmoid(), self.conv1d.weight, self.rule, documents)
+        decay_SH = -weight_here(self, "A_log").to(wide).exp() * F.softplus(a_SH.to(wide) + weight_here(self, "dt_bias"))
+        out_SHV = mixed_by_rule(mixed_SC, decay_SH, b_SH.sigmoid(), weight_here(self.conv1d), self.rule, documents)
         out: Tensor = self.out_proj(self.norm(out_SHV, gate_SHV).view(*x_BTC.shape[:-1], -1))
         return out
 

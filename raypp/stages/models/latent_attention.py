@@ -59,13 +59,14 @@ class LatentAttention(nn.Module):
             q = self.q_proj(x_BTC)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))
-        q_SHN, q_SHR = q.view(-1, options.num_heads, plain + turned).split([plain, turned], dim=-1)
+        heads = q.shape[-1] // (plain + turned)  # of this rank, with tp
+        q_SHN, q_SHR = q.view(-1, heads, plain + turned).split([plain, turned], dim=-1)
         latent_BTL, shared_BTR = self.kv_a_proj_with_mqa(x_BTC).split([options.kv_lora_rank, turned], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent_BTL))
-        k_SHN, v_SHV = kv.view(-1, options.num_heads, plain + values).split([plain, values], dim=-1)
+        k_SHN, v_SHV = kv.view(-1, heads, plain + values).split([plain, values], dim=-1)
         k_S1R = self._turned(shared_BTR.reshape(-1, 1, turned), rotary)
         q_SHD = grown(torch.cat((q_SHN, self._turned(q_SHR, rotary)), dim=-1), rotary)
-        k_SHD = torch.cat((k_SHN, k_S1R.expand(-1, options.num_heads, -1)), dim=-1)
+        k_SHD = torch.cat((k_SHN, k_S1R.expand(-1, heads, -1)), dim=-1)
         wide = options.dim_per_head
         q_SHD, k_SHD, v_SHD = (F.pad(part, (0, wide - part.shape[-1])) for part in (q_SHD, k_SHD, v_SHV))
         out_SHV = packed_attention(q_SHD, k_SHD, v_SHD, documents, self.rule)[..., :values]

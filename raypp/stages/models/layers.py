@@ -17,9 +17,9 @@ from raypp.job.layer_rules import NO_RULE, AttentionRule
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.attention import packed_attention
 from raypp.stages.models.documents import PackedDocuments
-from raypp.stages.models.grouped_products import held
 from raypp.stages.models.products import Projection
 from raypp.stages.models.rotary import Table, rotated
+from raypp.stages.models.tensor_ranks import weight_here
 
 
 class RMSNorm(nn.Module):
@@ -93,7 +93,8 @@ class Attention(nn.Module):
             # Scores do not depend on the order of dims, as long as queries and keys have the same.
             q, k = in_halves(q, rotary[0].shape[-1]), in_halves(k, rotary[0].shape[-1])
         q, k = rotated(q, rotary), rotated(k, rotary)
-        out_SHD = packed_attention(q, k, v, documents, self.rule, None if self.sinks is None else held(self.sinks))
+        sinks = None if self.sinks is None else weight_here(self, "sinks")
+        out_SHD = packed_attention(q, k, v, documents, self.rule, sinks)
         out = out_SHD.reshape(*x_BTC.shape[:-1], -1)
         attended: Tensor = self.o_proj(out if gate is None else out * torch.sigmoid(gate))
         return attended
@@ -102,7 +103,9 @@ class Attention(nn.Module):
         """Returns queries `[B, T, H · D]`, keys and values `[B, T, K · D]`."""
         if not self.layer.fused_qkv:
             return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
-        q, k, v = self.qkv_proj(x_BTC).split(self.widths, dim=-1)
+        rows = self.qkv_proj.rows_here
+        widths = self.widths if rows is None else [len(part) for part in rows]
+        q, k, v = self.qkv_proj(x_BTC).split(widths, dim=-1)
         # The rotary encoding copies the others. Messages between ranks need values without gaps.
         return q, k, v.contiguous()
 

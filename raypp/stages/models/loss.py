@@ -165,7 +165,8 @@ def _over_chunks(
     for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss `[]` and, where wanted, the gradients `[S, C]` and `[V, C]`, scaled."""
-    sizes = _sizes(x_SC, weight_VC)
+    vocabulary = weight_VC.shape[0] if ranks is None else -(-ranks.vocabulary // ranks.size)  # the same on all
+    sizes = chunk_sizes(len(x_SC), vocabulary, x_SC.device.type)
     x_grad = torch.empty_like(x_SC) if for_x else None
     summed = torch.promote_types(x_SC.dtype, torch.float32) if len(sizes) > 1 else x_SC.dtype
     weight_grad = torch.empty_like(weight_VC, dtype=summed) if for_weight else None
@@ -236,7 +237,7 @@ def of_slice(
     capped_sv = soft_capped(logits_sv, cap)
     wide_sv = _wide(capped_sv)
     most_s = ranks.largest(wide_sv.amax(-1))
-    ids_s1 = (labels_s - ranks.rank * logits_sv.shape[1]).unsqueeze(1)
+    ids_s1 = (labels_s - ranks.part(ranks.vocabulary).start).unsqueeze(1)
     here_s1 = (ids_s1 >= 0) & (ids_s1 < logits_sv.shape[1])  # never without a label
     ids_s1 = ids_s1.masked_fill(~here_s1, 0)
     target_s = wide_sv.gather(1, ids_s1).sub_(most_s.unsqueeze(1)).masked_fill_(~here_s1, 0).squeeze(1)

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm, held
+from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm
 from raypp.stages.models.recomputed import is_plain, product
+from raypp.stages.models.tensor_ranks import weight_here
 
 
 class LaterGradients:
@@ -84,6 +85,8 @@ class Projection(nn.Linear):
 
     fp8: nn.Module | None
     adds_bias = True
+    rows_here: list[range] | None = None
+    """The rows that this rank of a tp group computes with; None: all it has."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -91,8 +94,8 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
-        bias = held(self.bias) if self.bias is not None and self.adds_bias else None
-        return linear(x, held(self.weight), bias, self.fp8 or F.linear)
+        bias = weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
+        return linear(x, weight_here(self), bias, self.fp8 or F.linear)
 
 
 class Lookup(nn.Embedding):
@@ -100,7 +103,7 @@ class Lookup(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids `[...]` to rows `[..., C]` of the weight."""
-        weight = held(self.weight)
+        weight = weight_here(self)
         if not _comes_later(weight):
             return F.embedding(tokens, weight)
         return _apart(F.embedding(tokens, weight.detach()), tokens, weight, None, partial(_of_rows, count=len(weight)))

@@ -30,6 +30,7 @@ from raypp.job.precision import FP32, Dtype
 from raypp.stages.models.fp8 import frozen_product, fused_rows, rows_in_fp8
 from raypp.stages.models.grouped_products import grouped_mm
 from raypp.stages.models.quantised_rows import dequantise_rows, fp8_parts, quantise_rows
+from raypp.stages.models.tensor_ranks import weight_here
 
 
 @dataclass(frozen=True)
@@ -151,20 +152,26 @@ class Quantised:
 
 class QuantisedLinear(nn.Module):
     """A linear layer with a frozen quantised matrix. It is built on the meta device. Its bytes come
-    from `Format.quantise`. `bias`: it has a bias, which is frozen, but not quantised."""
+    from `Format.quantise`. `bias`: it has a bias, which is frozen, but not quantised. Of a tp
+    group, `columns` are this rank's, and one rank `adds_bias`."""
 
     def __init__(self, in_features: int, out_features: int, base: Base, *, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.format = Format(base, in_features, cast=rows_in_fp8 if base == "fp8" else None)
         self.formats = {"weight": self.format}
+        self.columns: range | None = None
+        self.adds_bias = True
         self.weight = self.format.empty((out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
-        out = self.format.product(x, self.weight)
-        return out if self.bias is None else out + self.bias
+        stored, columns = weight_here(self), self.columns
+        if columns is not None:  # those of the others give nothing
+            x = F.pad(x, (columns.start, self.in_features - columns.stop))
+        out = self.format.product(x, stored)
+        return out if self.bias is None or not self.adds_bias else out + weight_here(self, "bias")
 
 
 def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from raypp.job.known_families import FAMILIES, MODELS, layer_rotary
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
 from raypp.stages.models.documents import PackedDocuments
-from raypp.stages.models.grouped_products import held
 from raypp.stages.models.layers import (
     Attention,
     DecoderLayer,
@@ -33,7 +32,7 @@ from raypp.stages.models.loss import Targets, in_chunks, loss_sum_in_chunks, sof
 from raypp.stages.models.moe import MixtureOfExperts, MoeDecoderLayer
 from raypp.stages.models.products import Lookup, Projection
 from raypp.stages.models.rotary import Table, rotary_table
-from raypp.stages.models.tensor_ranks import TensorRanks
+from raypp.stages.models.tensor_ranks import TensorRanks, weight_here
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 
@@ -105,7 +104,7 @@ class DecoderStage(nn.Module):
         """
         if self.tensor is not None and labelled_BT is not None:
             labelled_BT = self.tensor.own(labelled_BT)
-        tokens = x
+        tokens = x if self.tensor is None or not self.first else self.tensor.own(x)
         if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
             if self.ends.embedding_factor != 1:
@@ -144,7 +143,7 @@ class DecoderStage(nn.Module):
         """Projects `[B, T, C]` to logits `[B, T, V]`."""
         logits = F.linear(x_BTC, self._projection_weight()) if self.lm_head is None else self.lm_head(x_BTC)
         if self.tensor is not None:
-            logits = self.tensor.whole_rows(logits)
+            logits = self.tensor.whole_logits(logits)
         return soft_capped(logits, self.ends.logit_cap)
 
     def _loss(self, x_BTC: Tensor, targets: Targets) -> Tensor:
@@ -157,9 +156,9 @@ class DecoderStage(nn.Module):
     def _projection_weight(self) -> Tensor:
         """Returns the matrix `[V, C]` of the projection."""
         if self.lm_head is not None:
-            return held(self.lm_head.weight)
+            return weight_here(self.lm_head)
         assert self.model.embed_tokens is not None
-        weight: Tensor = held(self.model.embed_tokens.weight)
+        weight: Tensor = weight_here(self.model.embed_tokens)
         if self._separate and torch.is_grad_enabled():
             if self._projection is None:
                 self._projection = weight.detach().requires_grad_()

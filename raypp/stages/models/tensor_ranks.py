@@ -13,14 +13,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class TensorRanks:
-    """The ranks of a tp group. Each method is collective over them, as is its backward."""
+    """The ranks of a tp group. Each method is collective over them, as is its backward, but for
+    `own` and `part`. `vocabulary`: V."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, vocabulary: int) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.vocabulary = vocabulary
+
+    def part(self, rows: int, unit: int = 1) -> range:
+        """Returns this rank's rows: equal parts, but for the last. Of fewer units than ranks, such
+        as key heads of `unit` rows, several ranks have the same."""
+        if rows // unit < self.size and unit > 1:
+            first = self.rank * (rows // unit) // self.size * unit
+            return range(first, first + unit)
+        each = -(-rows // self.size)
+        return range(min(rows, self.rank * each), min(rows, (self.rank + 1) * each))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum of the ranks' values `[...]`. The backward sums their gradients."""
+        out: Tensor = _Total.apply(values, self)  # type: ignore[no-untyped-call]
+        return out
 
     def gathered(self, x_BtC: Tensor) -> Tensor:
         """Returns the tokens of all ranks, `[B, T, C]`. The backward sums the ranks' gradients."""
@@ -36,11 +54,13 @@ class TensorRanks:
         """Returns this rank's tokens of `[B, T]`, `[B, t]`. Sends nothing."""
         return x_BT.chunk(self.size, dim=1)[self.rank]
 
-    def whole_rows(self, part_v: Tensor) -> Tensor:
-        """Returns `[..., V]`, of this rank's part of the last dim, `[..., v]`. No backward."""
-        parts = [torch.empty_like(part_v) for _ in range(self.size)]
-        dist.all_gather(parts, part_v.detach().contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+    def whole_logits(self, logits_v: Tensor) -> Tensor:
+        """Returns logits `[..., V]`, of this rank's part `[..., v]`. No backward."""
+        each = -(-self.vocabulary // self.size)
+        padded = F.pad(logits_v.detach(), (0, each - logits_v.shape[-1]))
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat(parts, dim=-1)[..., : self.vocabulary]
 
     def largest(self, values: Tensor) -> Tensor:
         """Returns the largest of the ranks' values `[...]`, in their memory. No backward."""
@@ -81,6 +101,34 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient `[B, T, C]`."""
         return _gather(gradient, ctx.ranks), None
+
+
+class _Total(torch.autograd.Function):
+    """`TensorRanks.total`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: TensorRanks) -> Tensor:
+        """Returns the sum `[...]`."""
+        ctx.ranks = ranks
+        return ranks.summed(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the sum of the gradients `[...]`."""
+        return ctx.ranks.summed(gradient.clone()), None
+
+
+def weight_here(module: nn.Module, name: str = "weight") -> Tensor:
+    """Returns the rows of a module's parameter `[...]` that this rank computes with: all it has,
+    unless `rows_here` of the module names them."""
+    whole: Tensor = getattr(module, name)
+    if isinstance(whole, DTensor):
+        whole = whole.to_local()
+    rows: list[range] | None = getattr(module, "rows_here", None)
+    if rows is None:
+        return whole
+    parts = [whole[part.start : part.stop] for part in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _gather(x_BtC: Tensor, ranks: TensorRanks) -> Tensor:

@@ -3,13 +3,15 @@
 A matrix that writes into the residual stream is cut by its columns, the others of attention and of
 feed-forward blocks by rows, as are the embedding and the projection: `split_tensors` follows what
 the family declares. Each is one DTensor under its global name, so checkpoints, optimizers and norms
-need to know nothing of tp. What every rank holds whole (norms, experts, routers, adapters' halves)
-gets gradients of its own tokens, or heads, on each: `sum_replicated` adds them up once a step.
+need to know nothing of tp. What every rank holds whole (norms, experts, routers, adapters' halves,
+matrices of several parts, keys of fewer heads than ranks, odd vocabularies) gets gradients of its
+own tokens, or heads, on each: `sum_replicated` adds them up once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raypp.job.known_families import FAMILIES
 from raypp.job.models import DecoderOptions
+from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.lora import extend
-from raypp.stages.models.products import Lookup, Projection
+from raypp.stages.models.products import Lookup
+from raypp.stages.models.quantised import QuantisedLinear
 from raypp.stages.models.stage import DecoderStage
-from raypp.stages.models.tensor_ranks import TensorRanks
+from raypp.stages.models.tensor_ranks import TensorRanks, weight_here
 from raypp.stages.parallel.shard import local_part, zero_gradient
 
 TP = "tp"
@@ -36,40 +40,81 @@ def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -
     `stage`: of a family, on the meta device, with its adapters, neither sharded nor compiled.
     `mesh`: has the axis tp. `planning.check` refuses what cannot be split."""
     assert isinstance(stage, DecoderStage)
-    tp = mesh[TP]
-    ranks = stage.tensor = TensorRanks(tp.get_group())
+    tp, family = mesh[TP], FAMILIES[options.kind]
+    ranks = stage.tensor = TensorRanks(tp.get_group(), options.vocab_size)
     for index, layer in stage.model.layers.named_children():
-        declared = FAMILIES[options.kind].layer(options, int(index))
-        weights = [weight for weight in declared.weights(options, int(index)) if weight.part != "norm"]
+        declared = family.layer(options, int(index))
         blocks = [str(layer.mixer_name), *(() if declared.routes else (declared.mlp_name,))]
         for block in blocks:
-            extend(layer.get_submodule(block), _OverRanks)
-            layer.get_submodule(block).tensor = ranks  # type: ignore[assignment]
+            _extend(layer.get_submodule(block), _OverRanks, ranks)
+        own = getattr(options, "of_layer", lambda _, same=options: same)(int(index))
+        weights = [one for one in family.weights(options, int(index)) if one.name.partition(".")[0] in blocks]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
         for weight in weights:
             inside, _, name = weight.name.rpartition(".")
-            if inside.partition(".")[0] in blocks:
-                _split(layer.get_submodule(inside), name, tp, columns=inside in back, ranks=ranks)
-    ends = [stage.model.embed_tokens, stage.lm_head]
-    for end in ends:
+            module = layer.get_submodule(inside)
+            if inside in back:
+                _keep_columns(module, name, tp, ranks)
+            elif weight.joins:
+                few = own.kv_heads * own.dim_per_head if own.kv_heads % tp.size() else 0
+                _keep_rows(module, name, tp, _rows(weight.joins, ranks, {few: own.dim_per_head}))
+                if weight.part == "norm" and isinstance(module, RMSNorm):
+                    _extend(module, _NormOverRanks, ranks)
+        mixer: Any = layer.get_submodule(str(layer.mixer_name))
+        if (rule := options.delta_rule(int(index))) is not None:
+            heads = {name: getattr(rule, name) // tp.size() for name in ("key_heads", "value_heads")}
+            mixer.rule = replace(rule, **heads)
+    for end in (stage.model.embed_tokens, stage.lm_head):
         if end is not None:
-            _split(end, "weight", tp, columns=False, ranks=ranks)
-    if isinstance(stage.model.embed_tokens, Lookup):
-        extend(stage.model.embed_tokens, _RowsOfRank)
-        stage.model.embed_tokens.tensor = ranks  # type: ignore[assignment]
+            _keep_rows(end, "weight", tp, [ranks.part(options.vocab_size)])
+    if stage.model.embed_tokens is not None:
+        _extend(stage.model.embed_tokens, _RowsOfRank, ranks)
     return ranks
 
 
-def _split(module: nn.Module, name: str, tp: DeviceMesh, *, columns: bool, ranks: TensorRanks) -> None:
-    """Cuts a parameter of a module, and those of its adapter, by columns or by rows."""
-    if name == "bias" and columns:
-        assert isinstance(module, Projection)
-        module.adds_bias = ranks.rank == 0  # its output is one of the parts of a sum
+def _rows(joined: Sequence[int], ranks: TensorRanks, units: Mapping[int, int]) -> list[range]:
+    """Returns this rank's rows of every part of a parameter. `units`: of parts of some length, the
+    rows that stay together."""
+    rows, first = [], 0
+    for length in joined:
+        part = ranks.part(length, units.get(length, 1))
+        rows.append(range(first + part.start, first + part.stop))
+        first += length
+    return rows
+
+
+def _extend(module: nn.Module, mixin: Any, ranks: TensorRanks) -> None:
+    if not isinstance(module, mixin):
+        extend(module, mixin)
+        module.tensor = ranks  # type: ignore[assignment]
+
+
+def _keep_columns(module: nn.Module, name: str, tp: DeviceMesh, ranks: TensorRanks) -> None:
+    """Cuts a parameter of a matrix that writes into the residual stream. Of a quantised one, whose
+    rows cannot be cut, all is kept, and this rank computes with its columns."""
+    if name == "bias":
+        module.adds_bias = ranks.rank == 0  # type: ignore[assignment]  # its output is a part of a sum
         return
-    _keep_part(module, name, tp, 1 if columns else 0)
-    adapter = getattr(module, "lora_A" if columns else "lora_B", None)
-    if adapter is not None and name == "weight":
-        _keep_part(adapter, "weight", tp, 1 if columns else 0)
+    if isinstance(module, QuantisedLinear):
+        module.columns = ranks.part(module.in_features)
+    else:
+        _keep_part(module, name, tp, 1)
+    if (adapter := getattr(module, "lora_A", None)) is not None:
+        _keep_part(adapter, "weight", tp, 1)
+        if module.lora_dropout is not None:
+            module.lora_dropout.columns = ranks.part(module.in_features).start, module.in_features
+
+
+def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, rows: list[range]) -> None:
+    """Cuts a parameter that gives this rank's heads. One whose rows are not equal parts is kept,
+    and this rank computes with its rows."""
+    whole = module.get_parameter(name)
+    adapters = [module.lora_B] if name == "weight" and hasattr(module, "lora_B") else []
+    for part in (module, *adapters):
+        if len(rows) == 1 and len(rows[0]) * tp.size() == whole.shape[0]:
+            _keep_part(part, name, tp, 0)
+        else:
+            part.rows_here = rows  # type: ignore[assignment]
 
 
 def _keep_part(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
@@ -87,10 +132,25 @@ class _OverRanks(nn.Module):
 
     tensor: TensorRanks
 
-    def forward(self, x_BtC: Tensor, *rest: Any) -> Tensor:
-        """Maps `[B, t, C]` to `[B, t, C]`."""
-        part_BTC: Tensor = super().forward(self.tensor.gathered(x_BtC), *rest)
-        return self.tensor.spread(part_BTC)
+    def forward(self, x_BtC: Tensor, *rest: Any) -> Any:
+        """Maps `[B, t, C]` to `[B, t, C]`, and to what later layers take besides."""
+        out: Any = super().forward(self.tensor.gathered(x_BtC), *rest)
+        if isinstance(out, tuple):
+            return (self.tensor.spread(out[0]), *out[1:])
+        return self.tensor.spread(out)
+
+
+class _NormOverRanks(RMSNorm):
+    """Normalises all heads together, of which each rank has some."""
+
+    tensor: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises this rank's part of the last dim: `[..., width / tp]` to the same."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.tensor.total(wide.square().sum(-1, keepdim=True))
+        normed = wide * torch.rsqrt(squares / (x.shape[-1] * self.tensor.size) + self.eps)
+        return (normed * weight_here(self)).to(x.dtype)
 
 
 class _RowsOfRank(Lookup):
@@ -100,9 +160,9 @@ class _RowsOfRank(Lookup):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids `[B, T]` to `[B, t, C]`."""
-        held = self.num_embeddings // self.tensor.size
-        ids_BT = tokens - self.tensor.rank * held
-        elsewhere_BT = (ids_BT < 0) | (ids_BT >= held)
+        rows = self.tensor.part(self.num_embeddings)
+        ids_BT = tokens - rows.start
+        elsewhere_BT = (ids_BT < 0) | (ids_BT >= len(rows))
         part_BTC = super().forward(ids_BT.masked_fill(elsewhere_BT, 0))
         return self.tensor.spread(part_BTC.masked_fill(elsewhere_BT[..., None], 0))
 
