@@ -99,22 +99,24 @@ def _keep_columns(module: nn.Module, name: str, tp: DeviceMesh, ranks: TensorRan
         module.columns = ranks.part(module.in_features)
     else:
         _keep_part(module, name, tp, 1)
-    if (adapter := getattr(module, "lora_A", None)) is not None:
-        _keep_part(adapter, "weight", tp, 1)
-        if module.lora_dropout is not None:
-            module.lora_dropout.columns = ranks.part(module.in_features).start, module.in_features
+    adapted: Any = module
+    if hasattr(module, "lora_A"):
+        _keep_part(adapted.lora_A, "weight", tp, 1)
+        if adapted.lora_dropout is not None:
+            adapted.lora_dropout.columns = ranks.part(adapted.in_features).start, adapted.in_features
 
 
 def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, rows: list[range]) -> None:
     """Cuts a parameter that gives this rank's heads. One whose rows are not equal parts is kept,
     and this rank computes with its rows."""
     whole = module.get_parameter(name)
-    adapters = [module.lora_B] if name == "weight" and hasattr(module, "lora_B") else []
-    for part in (module, *adapters):
+    adapter: Any = getattr(module, "lora_B", None) if name == "weight" else None
+    part: Any
+    for part in filter(None, (module, adapter)):
         if len(rows) == 1 and len(rows[0]) * tp.size() == whole.shape[0]:
             _keep_part(part, name, tp, 0)
         else:
-            part.rows_here = rows  # type: ignore[assignment]
+            part.rows_here = rows
 
 
 def _keep_part(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
