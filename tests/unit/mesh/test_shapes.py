@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from raypp.planning.geometry import Shape, best_shape
 
 
-def shape(pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, microbatches: int = 8) -> Shape:
-    return Shape(pp, dp, fsdp, cp, ep, microbatches)
+def shape(
+    pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, microbatches: int = 8, tp: int = 1
+) -> Shape:
+    return Shape(pp, dp, fsdp, cp, tp, ep, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,8 @@ def shape(pp: int = 1, dp: int = 1, fsdp: int = 1, cp: int = 1, ep: int = 1, mic
         (shape(pp=2, fsdp=3, microbatches=4), 5, shape(pp=2, fsdp=2, microbatches=6)),
         (shape(fsdp=4, ep=4), 3, None),
         (shape(pp=1, cp=4), 3, None),
+        (shape(pp=2, fsdp=2, tp=2), 7, shape(pp=2, tp=2, microbatches=16)),
+        (shape(pp=2, tp=4), 3, None),
     ],
 )
 def test_replicas_are_given_up_first_then_stages(wanted: Shape, devices: int, best: Shape | None) -> None:
