@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from raypp.errors import JobError, Problem, size_text
+from raypp.errors import JobError, Problem, ResourcesError, size_text
 from raypp.job.checks import check_training
 from raypp.job.job import Job
 from raypp.job.load import parse_job
@@ -230,7 +230,7 @@ class _Search:
                 return None
             costed = computed_costs(one, self._device)
             prediction = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
-        except JobError:
+        except (JobError, ResourcesError):
             return None
         if any_size or prediction.peak_memory <= self._device.memory:
             if changes and self._for_memory(one):  # said: with a larger device, auto would decide otherwise

@@ -99,7 +99,13 @@ class Shape(Coordinates):
 
 
 def shapes(
-    world: int, *, rows: int = 0, keep: Coordinates | None = None, ep: int = 1, longest: Coordinates | None = None
+    world: int,
+    *,
+    rows: int = 0,
+    keep: Coordinates | None = None,
+    ep: int = 1,
+    longest: Coordinates | None = None,
+    tp: Sequence[int] = (),
 ) -> Iterator[Coordinates]:
     """Yields the sizes of meshes; pp varies slowest, then the others, dp_replicate fastest.
 
@@ -109,9 +115,12 @@ def shapes(
         keep: The mesh whose fixed axes, cp and tp, keep their lengths; None: they have any.
         ep: Expert-parallel ranks, which must divide fsdp · cp.
         longest: The longest that each axis may be.
+        tp: The lengths that tp may have; none: as the others.
     """
 
     def lengths(room: int, axis: Axis) -> Sequence[int]:
+        if axis.name == "tp" and tp:
+            return [one for one in tp if room % one == 0]
         if keep is not None and axis.fixed:
             own = getattr(keep, axis.name)
             return [own] if longest is not None or room % own == 0 else []

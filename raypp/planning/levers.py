@@ -154,7 +154,7 @@ def _meshes(job: Job, devices: int, late: Callable[[], bool]) -> Iterator[Change
     batch = job.rows_per_step
     now = _keys(Mesh.of(mesh).sizes, mesh.ep)
     now |= {"pipeline.microbatches": job.pipeline.microbatches, "train.micro_batch_size": train.micro_batch_size}
-    for one in shapes(devices, rows=batch):
+    for one in shapes(devices, rows=batch, tp=[mesh.tp]):
         each = batch // (one.replicas)
         own_cut = job.pipeline.layers_per_stage is not None and one.pp != mesh.pp
         for rows in divisors(each):

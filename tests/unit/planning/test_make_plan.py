@@ -14,7 +14,7 @@ from raypp.planning.sizes import sizes_of
 def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
     plan = make_plan(job_with(mesh={"fsdp": 2}))
     assert plan.world == 4
-    assert plan.axes == {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
+    assert plan.axes == {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1}
     assert [rank.label for rank in plan.ranks] == ["pp0-fsdp0", "pp0-fsdp1", "pp1-fsdp0", "pp1-fsdp1"]
     assert plan.cut == (5, 3)
     assert [(rank.stages, rank.layers) for rank in plan.ranks[::2]] == [((0,), ((0, 4),)), ((1,), ((5, 7),))]
