@@ -253,11 +253,16 @@ def _tensor(job: Job) -> Iterator[Problem]:
         (family is None, f"{model.kind} is a model of your own, whose matrices raypp cannot cut"),
         (quantised_base(model) == "fp8", "the frozen weights are in fp8 (model.lora.base)"),
         (job.train.dtypes.fp8, "products are in fp8 (train.precision)"),
-        (job.train.optimizer.state == "8bit", "moments are in blocks (train.optimizer.state: 8bit)"),
-        (job.train.optimizer.kind == "muon", "muon needs whole matrices (train.optimizer.kind)"),
-        (job.outer is not None, "replicas train apart (train.sync.kind: outer)"),
+        (job.train.sync.kind == "int8", "sums over replicas are in int8 (train.sync.kind)"),
         (job.train.sample is not None, "decoding has no tensor parallelism (train.sample)"),
     ]
+    widths = {} if family is None or job.train.optimizer.state != "8bit" else family.model_weights(model)
+    for width in sorted({one.shape[-1] // tp for one in widths.values() if one.residual and one.part != "experts"}):
+        if width % MOMENTS_BLOCK:
+            fault = (
+                f"8bit needs whole blocks of {MOMENTS_BLOCK} values on a rank, but mesh.tp {tp} cuts rows at {width}"
+            )
+            yield Problem("train.optimizer.state", fault, "use state: fp32, or mesh.tp 1")
     for wrong, fault in refused:
         if wrong:
             yield Problem(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from raypp.job.job import OptimizerOptions
 from raypp.job.precision import PRECISIONS
@@ -148,10 +148,12 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor is sharded: along `dim` over the ranks of `group`, as `torch.chunk` cuts."""
+    """How a tensor is sharded: along `dim` over the ranks of `group`, as `torch.chunk` cuts.
+    `within`: how tp has cut it before, into equal parts."""
 
     group: dist.ProcessGroup
     dim: int
+    within: _Layout | None = None
 
     def shape(self, whole: Sequence[int], rank: int) -> list[int]:
         """Returns the shape of a rank's part of a tensor of shape `whole`."""
@@ -184,13 +186,14 @@ def apply_to_whole(
     Yields:
         The index and this rank's part of the result, not in the order of the indices.
     """
-    shared: dict[tuple[int, int], tuple[_Layout, list[int]]] = {}
+    shared: dict[tuple[int, int, int | None], tuple[_Layout, list[int]]] = {}
     for index, parameter in enumerate(parameters):
         layout = _layout(parameter)
         if layout is None:
             yield index, function(part(index))
         else:
-            shared.setdefault((id(layout.group), layout.dim), (layout, []))[1].append(index)
+            inner = None if layout.within is None else layout.within.dim
+            shared.setdefault((id(layout.group), layout.dim, inner), (layout, []))[1].append(index)
     for layout, indices in shared.values():
         ranks = layout.group.size()
         by_size = sorted(indices, key=lambda index: -parameters[index].numel())
@@ -200,7 +203,10 @@ def apply_to_whole(
             shapes = [list(own.shape) for own in parts]
             for shape, index in zip(shapes, turn, strict=True):
                 shape[layout.dim] = parameters[index].shape[layout.dim]
-            yield from zip(turn, _one_each(layout, shapes, parts, function), strict=True)
+                if layout.within is not None and layout.within.dim == layout.dim:
+                    shape[layout.dim] //= layout.within.group.size()
+            compute = function if layout.within is None else partial(_over_parts, layout.within, function)
+            yield from zip(turn, _one_each(layout, shapes, parts, compute), strict=True)
 
 
 def _layout(parameter: Tensor) -> _Layout | None:
@@ -209,13 +215,19 @@ def _layout(parameter: Tensor) -> _Layout | None:
     if not isinstance(parameter, DTensor):
         return None
     mesh, layout = parameter.device_mesh, None
-    for axis, placement in enumerate(parameter.placements):
-        between = isinstance(placement, Shard) and placement.dim < parameter.ndim - 2
-        if isinstance(placement, Shard) and not between and mesh.size(axis) > 1:
-            if layout is not None:
-                raise NotImplementedError(f"a parameter is sharded along two mesh axes: {parameter.placements}")
-            layout = _Layout(mesh.get_group(axis), placement.dim)
+    for axis, placement in reversed(list(enumerate(parameter.placements))):  # tp is the last
+        dim = getattr(placement, "dim", -1)  # of a shard of any kind
+        if dim >= max(0, parameter.ndim - 2) and mesh.size(axis) > 1:
+            layout = _Layout(mesh.get_group(axis), dim, layout)
     return layout
+
+
+def _over_parts(layout: _Layout, function: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+    """Applies a function of whole matrices to this rank's equal part of some. Every rank of the
+    group computes them. Collective over it."""
+    parts = [torch.empty_like(part) for _ in range(layout.group.size())]
+    dist.all_gather(parts, part.contiguous(), group=layout.group)
+    return function(torch.cat(parts, dim=layout.dim)).chunk(len(parts), dim=layout.dim)[layout.group.rank()]
 
 
 def _one_each(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
@@ -133,6 +133,6 @@ def shard_of(parameter: Tensor) -> tuple[int, int]:
     assert coordinate is not None
     shard, count = 0, 1
     for index, size, layout in zip(coordinate, parameter.device_mesh.shape, parameter.placements, strict=True):
-        if isinstance(layout, Shard):
+        if not isinstance(layout, Replicate):
             shard, count = shard * size + index, count * size
     return shard, count

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.stages.parallel.shard import local_part, sharded_like
 from raypp.torch_private import reduced_together, take_replica_sum
@@ -158,16 +158,17 @@ def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int
         if not parameter.requires_grad:
             continue
         assert isinstance(parameter, DTensor)
-        cuts = [
-            (layout.dim, size)
-            for layout, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-            if isinstance(layout, Shard)
-        ]
-        if any(dim != 0 for dim, size in cuts if size > 1):
-            raise ValueError("int8 sums need weights that are sharded along their first dim")
-        shards = prod(size for _, size in cuts)
+        mesh, shape, shards = parameter.device_mesh, list(parameter.shape), 1
+        for axis, size, layout in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
+            dim = getattr(layout, "dim", 0)
+            if axis == "tp":  # FSDP shards what tp has cut
+                shape[dim] //= size
+            elif not isinstance(layout, Replicate):
+                shards *= size
+                if dim != 0 and size > 1:
+                    raise ValueError("int8 sums need weights that are sharded along their first dim")
         places.append((parameter, begin))
-        begin += -(-parameter.shape[0] // shards) * prod(parameter.shape[1:])
+        begin += -(-shape[0] // shards) * prod(shape[1:])
     return places, begin
 
 
