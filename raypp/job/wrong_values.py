@@ -325,7 +325,7 @@ pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_
 dp dp_size data_parallel_size data_parallel_replicate_degree num_gpus world_size = mesh.dp_replicate | ranks with a whole copy of the weights
 fsdp_size dp_shard data_parallel_shard_degree zero_stage zero_optimization fsdp_config deepspeed = mesh.fsdp | the number of ranks that share weights and moments, as with ZeRO-3
 context_parallel_size context_parallel_degree sequence_parallel_degree sequence_parallel_size = mesh.cp ; expert_parallel_size expert_model_parallel_size expert_parallel_degree = mesh.ep
-tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree = mesh.fsdp | ! raypp has no tensor parallelism yet: share weights by mesh.fsdp, layers by mesh.pp, long rows by mesh.cp
+tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree = mesh.tp | ranks of one node; tokens are always spread over them
 pipeline_parallel_schedule = pipeline.schedule
 num_layers_per_virtual_pipeline_stage = pipeline.layers_per_stage | a list
 load_best_model_at_end metric_for_best_model save_best save_best_model save_top_k = checkpoint.best | as {keep: 1}; then `raypp checkpoints export --best`

@@ -1,22 +1,138 @@
-"""Tensor parallelism adds up what one process does."""
+"""Ranks that compute each layer together add up what one process does, in every family."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from comparison import assert_same_sums
+from harness import run_ranks
 from small_models import small_options
-from training import document, numbers
+from torch.distributed.tensor.debug import CommDebugMode
+from training import document, numbers, seat_of, thinned, trained
 
+from raypp.job.known_families import FAMILIES
+from raypp.job.load import parse_job
+from raypp.tools.parity import train_some_steps
+
+Sections = dict[str, Any]
 STEPS = 2
+MESHES = {
+    "tp 2": {"tp": 2},
+    "tp 4": {"tp": 4},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+    "tp 2, fsdp 2": {"tp": 2, "fsdp": 2},
+    "tp 2, cp 2": {"tp": 2, "cp": 2},
+}
+SPREAD = {"tp": 2, "fsdp": 2, "ep": 2}
+KINDS = list(FAMILIES)
+QUICK, GATE = [("phi3", "tp 2, cp 2"), ("olmo2", "tp 2, pp 2")], [("gpt_oss", "tp 2, cp 2"), ("llama", "tp 4")]
+IN_TURN = [(kind, list(MESHES)[(at + extra) % len(MESHES)]) for extra in (0, 2) for at, kind in enumerate(KINDS)]
+PAIRS = list(dict.fromkeys([*QUICK, *GATE, *IN_TURN]))
+"""Two meshes or more for each family."""
+FOUR = {"num_heads": 4, "num_kv_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+"""What tp 4 must divide, in families that cannot have the same head on several ranks."""
 
 
-def job(kind: str = "llama", changes: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
-    options = small_options(kind, num_layers=4).model_dump(mode="json", exclude_none=True)
-    return {**document(microbatches=4, **sections), "model": options | (changes or {})}
+def job(kind: str, changes: Sections | None = None, **sections: Any) -> Sections:
+    options = small_options(kind, num_layers=4)
+    if sections.get("tp") == 4 and kind in (
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "minimax_m2",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ):
+        options = options.model_copy(update={key: value for key, value in FOUR.items() if hasattr(options, key)})
+    model = options.model_dump(mode="json", exclude_none=True) | (changes or {})
+    return {**document(microbatches=4, **sections), "model": model}
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}])
-def test_it(mesh: dict[str, Any]) -> None:
-    assert_same_sums(numbers(job(**mesh), STEPS), numbers(job(), STEPS))
+def assert_adds_up(kind: str, mesh: Sections, changes: Sections | None = None, **sections: Any) -> None:
+    alone = job(kind, changes, **sections)
+    spread = {**job(kind, changes, **mesh, **sections), "model": job(kind, changes, tp=mesh["tp"])["model"]}
+    assert_same_sums(numbers(spread, STEPS), numbers({**alone, "model": spread["model"]}, STEPS))
+
+
+@pytest.mark.parametrize(("kind", "mesh"), thinned(PAIRS, QUICK, GATE))
+def test_every_family_adds_up_what_one_process_does(kind: str, mesh: str) -> None:
+    assert_adds_up(kind, MESHES[mesh])
+
+
+EXPERTS = [kind for kind in KINDS if hasattr(small_options(kind), "num_experts")]
+
+
+@pytest.mark.parametrize("kind", thinned(EXPERTS, [], ["qwen3_moe", "gemma4"]))
+def test_experts_take_the_tokens_of_every_rank(kind: str) -> None:
+    assert_adds_up(kind, SPREAD)
+
+
+WIDE = {"hidden_size": 64, "ffn_size": 128}
+V = {"schedule": "zbv", "pipeline": {"stages_per_rank": 2}}
+FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
+    "an odd vocabulary, tied": ("llama", MESHES["tp 4"], {"vocab_size": 99, "tie_embeddings": True}, {}),
+    "tied over a pipeline": ("llama", MESHES["tp 2, pp 2"], {"tie_embeddings": True}, {}),
+    "shared keys": (
+        "gemma4", MESHES["tp 2"],
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_kv_shared_layers": 2, "full_head_dim": 24,
+         "per_layer_width": 8}, {},
+    ),
+    "ulysses": ("llama", {"tp": 2, "cp": 2, "cp_style": "ulysses"}, {}, {}),
+    "sums in every backward": (
+        "llama", {"tp": 2, "fsdp": 2, "reshard_after_forward": True, "reduce_gradients": "each_microbatch"}, {}, {},
+    ),
+    "replicas": ("gemma2", {"tp": 2, "dp_replicate": 2}, {}, {}),
+    "split backwards": ("glm", MESHES["tp 2, pp 2"], {"lora": {"rank": 4}}, V),
+    "adapters with dropout": ("starcoder2", MESHES["tp 2"], {"lora": {"rank": 4, "dropout": 0.3}}, {}),
+    "adapters on nf4": ("starcoder2", MESHES["tp 2, pp 2"], {**WIDE, "lora": {"rank": 4, "base": "nf4"}}, {}),
+    "adapters on int8": ("qwen2", MESHES["tp 2, fsdp 2"], {"lora": {"rank": 4, "base": "int8"}}, {}),
+    "selective": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "selective"}}),
+    "offload": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "offload"}}),
+    "compiled": ("qwen3", MESHES["tp 2"], {}, {"train": {"compile": True}}),
+    "muon": ("starcoder2", MESHES["tp 2, fsdp 2"], {}, {"train": {"optimizer": {"kind": "muon", "lr": 3e-3}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(FEATURES, ["adapters on nf4", "split backwards"], ["muon", "shared keys"]))
+def test_it_adds_up_with_other_features(name: str) -> None:
+    kind, mesh, changes, sections = FEATURES[name]
+    assert_adds_up(kind, mesh, changes, **sections)
+
+
+def collectives(rank: int, world: int, port: int, layers: int, extent: str) -> dict[str, int]:
+    """Returns how often ranks gather and spread in a forward and backward of one microbatch."""
+    parsed = parse_job(
+        document(tp=2, layers=layers, microbatches=1, train={"activation_checkpointing": extent, "steps": 1})
+    )
+    seen: dict[str, int] = {}
+
+    def count(step: int, runner: Any) -> None:
+        run = runner.built.runtime.run
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            with CommDebugMode() as mode:
+                out = run(*arguments, **options)
+            for operator, times in mode.get_comm_counts().items():
+                seen[str(operator)] = times
+            return out
+
+        runner.built.runtime.run = counted
+
+    train_some_steps(parsed, seat_of(rank, world, port, parsed), 1, lambda name, tensors: None, before=count)
+    return seen
+
+
+@pytest.mark.parametrize(("extent", "each"), [("none", 4), pytest.param("full", 6, marks=pytest.mark.slow)])
+def test_a_layer_gathers_and_spreads_twice_each_way(extent: str, each: int) -> None:
+    few, more = (run_ranks(2, collectives, layers, extent)[0] for layers in (1, 3))
+    of_layer = {name: (more[name] - few[name]) / 2 for name in more if more[name] != few[name]}
+    assert of_layer == {"c10d._allgather_base_": each, "c10d._reduce_scatter_base_": each}
+
+
+def test_the_norm_counts_what_all_ranks_hold_once() -> None:
+    """A gain that every rank holds would count twice without any other sign."""
+    found, alone = (trained(job("qwen3", **mesh), 1, dtype=torch.float64) for mesh in ({"tp": 2}, {}))
+    assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-12)

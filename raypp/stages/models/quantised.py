@@ -68,23 +68,26 @@ class Format:
         stored = (*shape[:-1], row_bytes(self.base, self.width))
         return nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
 
-    def product(self, x: Tensor, stored: Tensor, ends: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, stored: Tensor, ends: Tensor | None = None, first: int = 0) -> Tensor:
         """Multiplies `[..., C]` by the matrix whose bytes are given: `[..., O]`; see `_product`."""
         if self.cast is not None:
             return frozen_product(x, *fp8_parts(stored.to(torch.uint8), self.width), ends, self.cast)
-        return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed))
+        return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed, first))
 
 
 @torch.library.custom_op("raypp::quantised_product", mutates_args=())
-def _product(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
+def _product(
+    x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool, first: int
+) -> Tensor:
     """Returns x · Wᵀ, `[..., O]`, of x `[..., C]`; with ends `[E]`, of rows sorted by expert. The
-    bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`; of experts, `[E, O, R]` or `[E, C, R]`."""
-    matrix = _dequantised(stored, base, width, transposed, x.dtype)
+    bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`; of experts, `[E, O, R]` or `[E, C, R]`.
+    `first`: the column of W that the first of x is multiplied by, if x has fewer than W."""
+    matrix = _dequantised(stored, base, width, transposed, x.dtype)[..., first : first + x.shape[-1]]
     return F.linear(x, matrix) if ends is None else grouped_mm(x, matrix, ends)
 
 
 @_product.register_fake
-def _(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
+def _(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool, first: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], width if transposed else stored.shape[-2])
 
 
@@ -96,31 +99,48 @@ def _dequantised(stored: Tensor, base: str, width: int, transposed: bool, dtype:
 
 @torch.library.custom_op("raypp::quantised_product_backward", mutates_args=())
 def _product_backward(
-    gradient: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool
+    gradient: Tensor,
+    stored: Tensor,
+    ends: Tensor | None,
+    base: str,
+    width: int,
+    transposed: bool,
+    first: int,
+    count: int,
 ) -> Tensor:
     """Returns gradient · W, `[..., C]`, of the gradient `[..., O]`. The bytes and ends are as for
-    `_product`."""
-    matrix = _dequantised(stored, base, width, transposed, gradient.dtype)
+    `_product`, `count` are the columns of x."""
+    matrix = _dequantised(stored, base, width, transposed, gradient.dtype)[..., first : first + count]
     # An expanded gradient (of a sum) has strides that the grouped kernel refuses.
     return gradient @ matrix if ends is None else grouped_mm(gradient.contiguous(), matrix.mT, ends)
 
 
 @_product_backward.register_fake
-def _(gradient: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], stored.shape[-2] if transposed else width)
+def _(
+    gradient: Tensor,
+    stored: Tensor,
+    ends: Tensor | None,
+    base: str,
+    width: int,
+    transposed: bool,
+    first: int,
+    count: int,
+) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], count)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str, int, bool], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str, int, bool, int], output: Tensor) -> None:
     """Keeps the bytes, `[..., O, R]` or `[..., C, R]`, and the ends, `[E]`, for the backward."""
-    _, stored, ends, ctx.base, ctx.width, ctx.transposed = inputs
+    x, stored, ends, ctx.base, ctx.width, ctx.transposed, ctx.first = inputs
+    ctx.count = x.shape[-1]
     ctx.save_for_backward(stored, ends)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
     """Returns the gradient `[..., C]` of the input, given that of the output, `[..., O]`."""
     stored, ends = ctx.saved_tensors
-    x_grad = _product_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
-    return x_grad, None, None, None, None, None
+    how = ctx.base, ctx.width, ctx.transposed, ctx.first, ctx.count
+    return _product_backward(gradient, stored, ends, *how), None, None, None, None, None, None
 
 
 _product.register_autograd(_backward, setup_context=_keep)
@@ -167,10 +187,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
-        stored, columns = weight_here(self), self.columns
-        if columns is not None:  # those of the others give nothing
-            x = F.pad(x, (columns.start, self.in_features - columns.stop))
-        out = self.format.product(x, stored)
+        out = self.format.product(x, weight_here(self), first=0 if self.columns is None else self.columns.start)
         return out if self.bias is None or not self.adds_bias else out + weight_here(self, "bias")
 
 

@@ -36,7 +36,7 @@ def test_every_target_is_a_key_and_the_page_has_every_line() -> None:
         ("train.gradient_accumulation_steps", 8, "write pipeline.microbatches: the same value"),
         ("train.bf16", "true", "write train.precision: bf16"),
         ("train.max_epochs", 3, "write train.epochs: in place of train.steps"),
-        ("mesh.tensor_parallel_size", 2, "raypp has no tensor parallelism yet"),
+        ("mesh.tensor_parallel_size", 2, "write mesh.tp"),
         ("training_args.num_train_epochs", 3, "for num_train_epochs write train.epochs"),
         ("lora.rank", 8, "did you mean model.lora?"),
         ("nonsense", 2, "remove it; a job has: name"),

@@ -105,10 +105,11 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
     """Compilers and fake tensors rely on them: shapes of fakes, no hidden aliases, gradients."""
     stored = Format("nf4", 128).quantise(random(96, 128))
     operator = torch.ops.raypp.quantised_product.default
-    torch.library.opcheck(operator, (random(3, 128).requires_grad_(), stored, None, "nf4", 128, False))
+    torch.library.opcheck(operator, (random(3, 128).requires_grad_(), stored, None, "nf4", 128, False, 0))
+    torch.library.opcheck(operator, (random(3, 32).requires_grad_(), stored, None, "nf4", 128, False, 64))
     stack = Format("int8", 64).quantise(random(4, 32, 64))
     rows, ends = random(16, 64, dtype=torch.bfloat16).requires_grad_(), torch.tensor([3, 3, 12, 16], dtype=torch.int32)
-    torch.library.opcheck(operator, (rows, stack, ends, "int8", 64, False))
+    torch.library.opcheck(operator, (rows, stack, ends, "int8", 64, False, 0))
 
 
 @pytest.mark.parametrize("base", BASES)
