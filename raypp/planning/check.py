@@ -12,7 +12,7 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.limits import RANKS
 from raypp.job.lora import layer_adapters, quantised_base
-from raypp.job.models import MoeOptions, with_experts
+from raypp.job.models import DecoderOptions, MoeOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP16, FP32
 from raypp.planning.cut import most_stages
 from raypp.planning.geometry import divisors
@@ -217,7 +217,8 @@ def _blocks(job: Job) -> Iterator[Problem]:
 
 
 def _context(job: Job) -> Iterator[Problem]:
-    mesh, heads, multiple = job.mesh, job.model.num_heads, job.pipeline.pad_to_multiple_of
+    mesh, multiple = job.mesh, job.pipeline.pad_to_multiple_of
+    heads = job.model.num_heads // mesh.tp
     if mesh.cp_style == "ulysses" and heads % mesh.cp:
         fault = f"{heads} query heads cannot be split over {mesh.cp} ranks (ulysses)"
         yield Problem("mesh.cp", fault, f"use {_near(mesh.cp, divisors(heads))}, or mesh.cp_style ring")
@@ -235,39 +236,43 @@ def _context(job: Job) -> Iterator[Problem]:
 
 def _tensor(job: Job) -> Iterator[Problem]:
     """Finds what the ranks of a tp group cannot share."""
-    model, tp = job.model, job.mesh.tp
-    family = family_of(model)
-    layers = [] if family is None else [family.layer(model, index) for index in range(model.num_layers)]
-    own = [getattr(model, "of_layer", lambda _: model)(index) for index in range(model.num_layers)]
-    cut = {"model.num_heads": {model.num_heads}, "model.num_kv_heads": {one.kv_heads for one in own}}
-    cut["model.ffn_size"] = {one.ffn_size for one, layer in zip(own, layers, strict=False) if not layer.routes}
-    rules = list(filter(None, map(model.delta_rule, range(model.num_layers))))
-    cut["model.linear_key_heads"] = {rule.key_heads for rule in rules}
-    repeats = not any(layer.whole_norms for layer in layers)
-    for key, sizes in cut.items():
-        for size in sorted(sizes):
-            if size % tp and not (key == "model.num_kv_heads" and repeats and tp % size == 0):
-                fix = f"use {_near(tp, divisors(size))}, or share the weights by mesh.fsdp"
-                yield Problem("mesh.tp", f"{tp} does not divide {key} = {size}", fix)
+    model, tp, family = job.model, job.mesh.tp, family_of(job.model)
+    indices = range(model.num_layers) if family is not None else range(0)
+    layers = [] if family is None else [(family.layer(model, index), _own(model, index)) for index in indices]
+    rules = [rule for index in indices if (rule := model.delta_rule(index)) is not None]
+    sizes = {("model.num_heads", model.num_heads), *(("model.linear_num_key_heads", rule.key_heads) for rule in rules)}
+    sizes |= {("model.ffn_size", own.ffn_size) for layer, own in layers if not layer.routes}
+    whole = any(layer.whole_norms for layer, _ in layers)  # of all heads, of which each rank then has its own
+    keys = {own.kv_heads for _, own in layers}
+
+    def undivided(by: int) -> list[str]:
+        few = [("model.num_kv_heads", count) for count in keys if count % by and (whole or by % count)]
+        return [f"{key} = {size}" for key, size in sorted([*few, *((k, n) for k, n in sizes if n % by)])]
+
+    if faults := undivided(tp):
+        near = _near(tp, [one for one in divisors(model.num_heads) if not undivided(one)])
+        fix = f"use {near}, or share the weights by mesh.fsdp"
+        yield Problem("mesh.tp", f"{tp} does not divide {', '.join(faults)}", fix)
     refused = [
         (family is None, f"{model.kind} is a model of your own, whose matrices raypp cannot cut"),
         (quantised_base(model) == "fp8", "the frozen weights are in fp8 (model.lora.base)"),
         (job.train.dtypes.fp8, "products are in fp8 (train.precision)"),
         (job.train.sync.kind == "int8", "sums over replicas are in int8 (train.sync.kind)"),
-        (job.train.sample is not None, "decoding has no tensor parallelism (train.sample)"),
+        (job.train.sample is not None, "decoding has rows of one token (train.sample)"),
     ]
-    widths = {} if family is None or job.train.optimizer.state != "8bit" else family.model_weights(model)
-    for width in sorted({one.shape[-1] // tp for one in widths.values() if one.residual and one.part != "experts"}):
-        if width % MOMENTS_BLOCK:
-            fault = (
-                f"8bit needs whole blocks of {MOMENTS_BLOCK} values on a rank, but mesh.tp {tp} cuts rows at {width}"
-            )
-            yield Problem("train.optimizer.state", fault, "use state: fp32, or mesh.tp 1")
     for wrong, fault in refused:
         if wrong:
-            yield Problem(
-                "mesh.tp", f"{fault}, which does not work with mesh.tp {tp} yet", "use mesh.tp 1 and mesh.fsdp"
-            )
+            yield Problem("mesh.tp", f"{fault}, which does not work with mesh.tp {tp}", "use mesh.tp 1 and mesh.fsdp")
+    weights = {} if family is None or job.train.optimizer.state != "8bit" else family.model_weights(model)
+    cut = {one.shape[-1] // tp for one in weights.values() if one.residual and one.part != "experts"}
+    if wrong_widths := [str(width) for width in sorted(cut) if width % MOMENTS_BLOCK]:
+        fault = f"8bit needs whole blocks of {MOMENTS_BLOCK} values on a rank, and mesh.tp {tp} cuts rows at "
+        yield Problem("train.optimizer.state", fault + " and ".join(wrong_widths), "use state: fp32, or mesh.tp 1")
+
+
+def _own(model: DecoderOptions, index: int) -> DecoderOptions:
+    """Returns the options as they are for a layer."""
+    return model.of_layer(index) if hasattr(model, "of_layer") else model
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

@@ -73,6 +73,16 @@ EIGHT = {"fsdp": 16, "ep": 2}
         ({"mesh": {"cp": 3, "cp_style": "ulysses"}}, "mesh.cp", ["use 2 or 4", "ring"]),
         ({"mesh": {"cp": 2}, "pipeline": {"pad_to_multiple_of": 7}}, "pipeline.pad_to_multiple_of",
          ["7 is odd", "use 8", "ulysses"]),
+        ({"mesh": {"tp": 3}}, "mesh.tp",
+         ["3 does not divide model.ffn_size = 688, model.num_heads = 4, model.num_kv_heads = 4 | use 2 or 4, or share the weights by"]),
+        ({"model": {"kind": "olmo2", "num_kv_heads": 2}, "mesh": {"tp": 4}}, "mesh.tp",
+         ["4 does not divide model.num_kv_heads = 2 | use 2,"]),
+        ({"model": {"kind": "qwen3_5"}, "mesh": {"tp": 4}}, "mesh.tp", ["model.linear_num_key_heads = 2 | use 2,"]),
+        ({"mesh": {"tp": 2}, "train": {"precision": "fp8"}}, "mesh.tp", ["fp8 (train.precision)", "mesh.tp 1"]),
+        ({"mesh": {"tp": 2, "dp_replicate": 2}, "train": {"sync": {"kind": "int8"}}}, "mesh.tp", ["train.sync.kind"]),
+        ({"model": {"lora": {"base": "fp8"}}, "mesh": {"tp": 2}}, "mesh.tp", ["fp8 (model.lora.base)"]),
+        ({"mesh": {"tp": 2}, "train": STATE}, "train.optimizer.state", ["cuts rows at 128 and 344"]),
+        ({"mesh": {"tp": 4, "cp": 2, "cp_style": "ulysses"}}, "mesh.cp", ["1 query heads", "use 1"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], key: str, words: list[str]) -> None:
@@ -100,6 +110,8 @@ def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], 
         {"mesh": {"cp": 3, "cp_style": "ring"}},
         {"model": {"num_heads": 4, "num_kv_heads": 1}, "mesh": {"cp": 4, "cp_style": "ulysses"}},  # each has a copy
         {"mesh": {"cp": 2, "cp_style": "ulysses"}, "pipeline": {"pad_to_multiple_of": 7}},
+        {"mesh": {"tp": 4, "cp": 2}},
+        {"model": {"num_kv_heads": 2, "vocab_size": 4097}, "mesh": {"tp": 4}},
     ],
 )
 def test_what_fits_has_no_problem(sections: dict[str, Any]) -> None:
