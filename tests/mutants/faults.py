@@ -62,6 +62,10 @@ MEETS = {
             "tests/ranks/test_experts.py",
         ],
     ),
+    "raypp/stages/parallel/tensor.py": (
+        [],
+        ["tests/ranks/test_tensor_parallel.py", "tests/ranks/test_recut_of_runs.py"],
+    ),
     "raypp/rank/data/loader.py": (
         ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py", "tests/unit/data/test_chat_source.py"],
         ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
@@ -103,6 +107,7 @@ _SHAPE = "raypp/planning/geometry.py"
 _HANG = "raypp/control/recovery/hang_analysis.py"
 _APPLY = "raypp/stages/parallel/apply.py"
 _LOADER = "raypp/rank/data/loader.py"
+_TENSOR = "raypp/stages/parallel/tensor.py"
 
 FAULTS = [
     # The state machine.
@@ -309,7 +314,7 @@ FAULTS = [
     ),
     Fault(
         "agree-cp-shares-not-equal", _AGREE,
-        "return math.ceil(math.ceil(tokens / cp) / multiple) * multiple * cp",
+        "return math.ceil(math.ceil(tokens / parts) / multiple) * multiple * parts",
         "return math.ceil(tokens / multiple) * multiple",
         "a sequence cannot be cut for context parallelism",
     ),
@@ -567,7 +572,7 @@ FAULTS = [
     ),
     Fault(
         "apply-routing-by-share", _APPLY,
-        "            block.microbatch_group = groups.context[0]\n",
+        "            block.microbatch_group = groups.tokens\n",
         "            pass\n",
         "the balance of experts depends on cp",
     ),
@@ -582,6 +587,43 @@ FAULTS = [
         "if shards > 1 and job.mesh.ep < shards:",
         "if shards > 1 and job.mesh.ep <= shards:",
         "each rank copies quantised experts that only it has",
+    ),
+    # Layers over ranks.
+    Fault(
+        "tensor-every-rank-adds-the-bias", _TENSOR,
+        "module.adds_bias = ranks.rank == 0",
+        "module.adds_bias = True",
+        "a bias of a block's output counts as often as there are ranks",
+    ),
+    Fault(
+        "tensor-parts-begin-at-the-first", _TENSOR,
+        "        first += length\n    return rows",
+        "    return rows",
+        "ranks compute keys and values with rows of the queries",
+    ),
+    Fault(
+        "tensor-what-all-have-is-not-summed", _TENSOR,
+        "if parameter.requires_grad and not is_split(parameter):",
+        "if parameter.requires_grad and is_split(parameter):",
+        "norms and routers learn from a part of the tokens, another on each rank",
+    ),
+    Fault(
+        "tensor-norm-of-own-heads", _TENSOR,
+        "squares = self.tensor.total(wide.square().sum(-1, keepdim=True))",
+        "squares = wide.square().sum(-1, keepdim=True) * self.tensor.size",
+        "heads that are normalised together are normalised rank by rank",
+    ),
+    Fault(
+        "tensor-foreign-tokens-embedded", _TENSOR,
+        "self.tensor.spread(part_BTC.masked_fill(elsewhere_BT[..., None], 0))",
+        "self.tensor.spread(part_BTC)",
+        "tokens of other ranks' rows of the vocabulary get an embedding from each rank",
+    ),
+    Fault(
+        "tensor-dropout-of-the-first-columns", _TENSOR,
+        "columns = ranks.part(adapted.in_features).start, adapted.in_features",
+        "columns = 0, adapted.in_features",
+        "an adapter drops other features than in one process",
     ),
     # The loader.
     Fault(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import assert_same_sums
+from comparison import WIDE, assert_close, assert_same_sums
 from harness import run_ranks
 from small_models import small_options
 from torch.distributed.tensor.debug import CommDebugMode
@@ -54,7 +54,13 @@ def job(kind: str, changes: Sections | None = None, **sections: Any) -> Sections
 def assert_adds_up(kind: str, mesh: Sections, changes: Sections | None = None, **sections: Any) -> None:
     alone = job(kind, changes, **sections)
     spread = {**job(kind, changes, **mesh, **sections), "model": job(kind, changes, tp=mesh["tp"])["model"]}
-    assert_same_sums(numbers(spread, STEPS), numbers({**alone, "model": spread["model"]}, STEPS))
+    alone["model"] = spread["model"]
+    if "base" in alone["model"].get("lora", {}):  # bytes, beside weights in fp64
+        found, one = (trained(each, STEPS, dtype=torch.float64) for each in (spread, alone))
+        assert_close(found, one, WIDE)
+        assert found["weights"].keys() == one["weights"].keys()
+        return
+    assert_same_sums(numbers(spread, STEPS), numbers(alone, STEPS))
 
 
 @pytest.mark.parametrize(("kind", "mesh"), thinned(PAIRS, QUICK, GATE))
@@ -70,7 +76,7 @@ def test_experts_take_the_tokens_of_every_rank(kind: str) -> None:
     assert_adds_up(kind, SPREAD)
 
 
-WIDE = {"hidden_size": 64, "ffn_size": 128}
+LARGER = {"hidden_size": 64, "ffn_size": 128}
 V = {"schedule": "zbv", "pipeline": {"stages_per_rank": 2}}
 FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
     "an odd vocabulary, tied": ("llama", MESHES["tp 4"], {"vocab_size": 99, "tie_embeddings": True}, {}),
@@ -87,7 +93,7 @@ FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
     "replicas": ("gemma2", {"tp": 2, "dp_replicate": 2}, {}, {}),
     "split backwards": ("glm", MESHES["tp 2, pp 2"], {"lora": {"rank": 4}}, V),
     "adapters with dropout": ("starcoder2", MESHES["tp 2"], {"lora": {"rank": 4, "dropout": 0.3}}, {}),
-    "adapters on nf4": ("starcoder2", MESHES["tp 2, pp 2"], {**WIDE, "lora": {"rank": 4, "base": "nf4"}}, {}),
+    "adapters on nf4": ("starcoder2", MESHES["tp 2, pp 2"], {**LARGER, "lora": {"rank": 4, "base": "nf4"}}, {}),
     "adapters on int8": ("qwen2", MESHES["tp 2, fsdp 2"], {"lora": {"rank": 4, "base": "int8"}}, {}),
     "selective": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "selective"}}),
     "offload": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "offload"}}),
@@ -125,11 +131,12 @@ def collectives(rank: int, world: int, port: int, layers: int, extent: str) -> d
     return seen
 
 
-@pytest.mark.parametrize(("extent", "each"), [("none", 4), pytest.param("full", 6, marks=pytest.mark.slow)])
-def test_a_layer_gathers_and_spreads_twice_each_way(extent: str, each: int) -> None:
+@pytest.mark.parametrize(("extent", "each"), [("none", (4, 4)), pytest.param("full", (6, 5), marks=pytest.mark.slow)])
+def test_a_layer_gathers_and_spreads_twice_each_way(extent: str, each: tuple[int, int]) -> None:
+    """A recomputation gathers again, and ends before the last sum."""
     few, more = (run_ranks(2, collectives, layers, extent)[0] for layers in (1, 3))
     of_layer = {name: (more[name] - few[name]) / 2 for name in more if more[name] != few[name]}
-    assert of_layer == {"c10d._allgather_base_": each, "c10d._reduce_scatter_base_": each}
+    assert of_layer == {"c10d._allgather_base_": each[0], "c10d._reduce_scatter_base_": each[1]}
 
 
 def test_the_norm_counts_what_all_ranks_hold_once() -> None:

@@ -74,7 +74,7 @@ EIGHT = {"fsdp": 16, "ep": 2}
         ({"mesh": {"cp": 2}, "pipeline": {"pad_to_multiple_of": 7}}, "pipeline.pad_to_multiple_of",
          ["7 is odd", "use 8", "ulysses"]),
         ({"mesh": {"tp": 3}}, "mesh.tp",
-         ["3 does not divide model.ffn_size = 688, model.num_heads = 4, model.num_kv_heads = 4 | use 2 or 4, or share the weights by"]),
+         ["3 does not divide model.ffn_size = 688, model.num_heads = 4, model.num_kv_heads = 4 | use 2 or 4, or"]),
         ({"model": {"kind": "olmo2", "num_kv_heads": 2}, "mesh": {"tp": 4}}, "mesh.tp",
          ["4 does not divide model.num_kv_heads = 2 | use 2,"]),
         ({"model": {"kind": "qwen3_5"}, "mesh": {"tp": 4}}, "mesh.tp", ["model.linear_num_key_heads = 2 | use 2,"]),
