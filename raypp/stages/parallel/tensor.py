@@ -10,7 +10,7 @@ own tokens, or heads, on each: `sum_replicated` adds them up once a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,13 +42,15 @@ def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -
     assert isinstance(stage, DecoderStage)
     tp, family = mesh[TP], FAMILIES[options.kind]
     ranks = stage.tensor = TensorRanks(tp.get_group(), options.vocab_size)
-    for index, layer in stage.model.layers.named_children():
-        declared = family.layer(options, int(index))
+    for name, layer in stage.model.layers.named_children():
+        index, mixer = int(name), layer.get_submodule(str(layer.mixer_name))
+        declared, rule = family.layer(options, index), options.delta_rule(index)
         blocks = [str(layer.mixer_name), *(() if declared.routes else (declared.mlp_name,))]
         for block in blocks:
             _extend(layer.get_submodule(block), _OverRanks, ranks)
-        own = getattr(options, "of_layer", lambda _, same=options: same)(int(index))
-        weights = [one for one in family.weights(options, int(index)) if one.name.partition(".")[0] in blocks]
+        own = getattr(options, "of_layer", lambda _: options)(index)
+        repeated = own.kv_heads * own.dim_per_head if rule is None and own.kv_heads % tp.size() else 0
+        weights = [one for one in family.weights(options, index) if one.name.partition(".")[0] in blocks]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
         for weight in weights:
             inside, _, name = weight.name.rpartition(".")
@@ -56,14 +58,13 @@ def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -
             if inside in back:
                 _keep_columns(module, name, tp, ranks)
             elif weight.joins:
-                few = own.kv_heads * own.dim_per_head if own.kv_heads % tp.size() else 0
-                _keep_rows(module, name, tp, _rows(weight.joins, ranks, {few: own.dim_per_head}))
+                unit = own.dim_per_head if weight.part == "attention" else 1
+                _keep_rows(module, name, tp, _rows(weight.joins, ranks, repeated, unit))
                 if weight.part == "norm" and isinstance(module, RMSNorm):
                     _extend(module, _NormOverRanks, ranks)
-        mixer: Any = layer.get_submodule(str(layer.mixer_name))
-        if (rule := options.delta_rule(int(index))) is not None:
+        if rule is not None:
             heads = {name: getattr(rule, name) // tp.size() for name in ("key_heads", "value_heads")}
-            mixer.rule = replace(rule, **heads)
+            mixer.rule = replace(rule, **heads)  # type: ignore[assignment]
     for end in (stage.model.embed_tokens, stage.lm_head):
         if end is not None:
             _keep_rows(end, "weight", tp, [ranks.part(options.vocab_size)])
@@ -72,12 +73,12 @@ def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -
     return ranks
 
 
-def _rows(joined: Sequence[int], ranks: TensorRanks, units: Mapping[int, int]) -> list[range]:
-    """Returns this rank's rows of every part of a parameter. `units`: of parts of some length, the
-    rows that stay together."""
+def _rows(joined: Sequence[int], ranks: TensorRanks, repeated: int, unit: int) -> list[range]:
+    """Returns this rank's rows of every part of a parameter. `repeated`: the rows of a part with
+    fewer heads than ranks, each of `unit` rows."""
     rows, first = [], 0
     for length in joined:
-        part = ranks.part(length, units.get(length, 1))
+        part = ranks.part(length, unit if length == repeated else 1)
         rows.append(range(first + part.start, first + part.stop))
         first += length
     return rows
