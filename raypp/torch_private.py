@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.pipelining import PipelineStage
@@ -412,7 +413,19 @@ def register_fake_device(name: str, module: Any) -> None:
 
 def fake_tensors() -> Any:
     """Returns a context in which operators compute shapes and devices only, not values. Operators
-    that need a value raise. Uses `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    that need a value raise. Uses `_subclasses.fake_tensor.FakeTensorMode`, since 2.4, and lets
+    `DeviceMesh._concatenate`, since 2.10, which FSDP calls over tp, compute with values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+    mesh: Any = DeviceMesh
+    concatenate = getattr(mesh, "_concatenate", None)
+    if concatenate is not None and not hasattr(concatenate, "of_values"):
+
+        def with_values(meshes: list[DeviceMesh]) -> DeviceMesh:
+            with unset_fake_temporarily():
+                joined: DeviceMesh = concatenate(meshes)
+            return joined
+
+        with_values.of_values = True  # type: ignore[attr-defined]
+        mesh._concatenate = staticmethod(with_values)
     return FakeTensorMode(allow_non_fake_inputs=True)

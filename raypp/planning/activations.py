@@ -4,6 +4,10 @@ The counts are those of the tensors that autograd saves in the layers of `raypp/
 (`tests/unit/planning/test_activations.py` counts them in a real layer). The method is that of
 Korthikanti et al. (arXiv:2205.05198, section 4).
 
+With `mesh.tp` they are those of one of its ranks, per token of all: it has a part of the tokens
+between blocks, and a part of the heads and of F within them. What blocks take, and the results of
+matrices that write into the residual stream, are there whole.
+
 Legend: C residual width, Q width of all queries, K width of all keys, F inner width of the
 feed-forward block that a token passes.
 """
@@ -22,6 +26,7 @@ from raypp.job.models import DecoderOptions, LatentOptions
 from raypp.planning.decision import Kind
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
+from raypp.planning.tensor_parts import adapters_on_rank, key_heads
 
 
 def microbatch_tokens(job: Job) -> int:
@@ -31,14 +36,17 @@ def microbatch_tokens(job: Job) -> int:
 
 @dataclass(frozen=True)
 class _Widths:
-    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts. `fed`: the width
-    of what the feed-forward block projects its input to, F or, with a gate, 2 F. `normed`: the
-    widths of what norms take, in values of the compute dtype. `latent`: the widths between the two
-    projections to queries, and to keys and values."""
+    """C, Q, K and F; `between`: C, or the part of it that a rank has between blocks. `taken`: what
+    attention and the feed-forward block take together; experts take a rank's own tokens. `rows`:
+    the widths of the rows that a token sends to experts. `fed`: the width of what the feed-forward
+    block projects its input to, F or, with a gate, 2 F. `normed`: the widths of what norms take, in
+    values of the compute dtype. `latent`: the widths between the two projections to queries, and to
+    keys and values."""
 
     residual: int
+    between: int
+    taken: int
     queries: int
-    keys: int
     inner: int
     fed: int
     rows: int
@@ -57,14 +65,15 @@ class _Mixed:
     split: int
 
 
-def _mixed(model: DecoderOptions, index: int, wide: int) -> _Mixed:
+def _mixed(model: DecoderOptions, index: int, wide: int, tp: int) -> _Mixed:
     """Returns the values of a layer's token mixing; `wide` values of the compute dtype are one in
-    fp32. A delta rule keeps its inputs only. Its gated norm is in fp32."""
+    fp32. A delta rule keeps its inputs only. Its gated norm is in fp32. `tp`: ranks that divide the
+    heads."""
     if (rule := model.delta_rule(index)) is not None:
-        product = rule.channels + 2 * rule.values + 2 * rule.value_heads
+        product = (rule.channels + 2 * rule.values + 2 * rule.value_heads) // tp
         kept = 2 * rule.channels + (3 + 3 * wide) * rule.values + (1 + 3 * wide) * rule.value_heads
-        return _Mixed(product, kept, product)
-    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+        return _Mixed(product, kept // tp, product)
+    queries, keys = model.num_heads // tp * model.dim_per_head, key_heads(model, tp) * model.dim_per_head
     both = 2 * queries + 2 * keys
     gate = queries if any(map(model.delta_rule, range(model.num_layers))) else 0  # attention's, in these families
     return _Mixed(both + gate, both + 2 * gate, both + gate)
@@ -79,22 +88,24 @@ def _kinds(model: DecoderOptions, layers: range) -> Mapping[int, int]:
 
 
 def _widths(job: Job, index: int) -> _Widths:
-    model = job.model
+    model, tp = job.model, job.mesh.tp
     wide = max(1, 4 // job.train.dtypes.compute.bytes)
     largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
     normed = _normed(model, index)
     if model.stage_ends().gain_from_zero:  # computed in fp32
         normed = normed * wide
+    between = -(-model.hidden_size // tp)
     return _Widths(
         residual=model.hidden_size,
-        queries=model.num_heads * model.dim_per_head,
-        keys=model.kv_heads * model.dim_per_head,
-        inner=largest.inner,
-        fed=2 * largest.inner if _gated(model) else largest.inner,
-        rows=2 * largest.sent * model.hidden_size,
-        normed=normed,
+        between=between,
+        taken=model.hidden_size + (between if largest.sent else model.hidden_size),
+        queries=model.num_heads * model.dim_per_head // tp,
+        inner=-(-largest.inner // tp),
+        fed=-(-largest.inner // tp) * (2 if _gated(model) else 1),
+        rows=2 * largest.sent * between,
+        normed=-(-normed // tp),
         latent=model.kv_lora_rank + (model.q_lora_rank or 0) if isinstance(model, LatentOptions) else 0,
-        mixed=_mixed(model, index, wide),
+        mixed=_mixed(model, index, wide, tp),
     )
 
 
@@ -142,18 +153,19 @@ def layer_activation_numbers(job: Job, index: int, kind: Kind = "cuda") -> int:
     w = _widths(job, index)
     extent = job.train.activation_checkpointing
     if extent in ("full", "offload"):
-        return w.residual
+        return w.between
     if extent == "selective":
-        return 3 * w.residual + w.mixed.selective + w.latent + w.fed + w.rows
+        return w.between + w.taken + w.mixed.selective + w.latent + w.fed + w.rows
     return _everything(job, w, kind)
 
 
 @lru_cache(maxsize=64)
-def _dropped(model: DecoderOptions) -> tuple[int, int]:
+def _dropped(model: DecoderOptions, tp: int = 1) -> tuple[int, int]:
     """Returns the widths of what a layer's adapters take, after dropout: their sum, the largest."""
     if model.lora is None or not model.lora.dropout:
         return 0, 0
-    layers = ([adapter.a.shape[-1] for adapter in layer_adapters(model, i)] for i in range(model.num_layers))
+    adapters = (adapters_on_rank(model, i, layer_adapters(model, i), tp) for i in range(model.num_layers))
+    layers = ([adapter.a.shape[-1] for adapter in own] for own in adapters)
     widths = max(layers, key=sum)
     return sum(widths), max(widths, default=0)
 
@@ -161,11 +173,11 @@ def _dropped(model: DecoderOptions) -> tuple[int, int]:
 def mask_bytes(job: Job) -> int:
     """Returns the bytes per token of the largest mask of adapters' dropout while it is computed.
     Three copies of a hash of 64 bits for four features, and the mask."""
-    return 7 * _dropped(job.model)[1]
+    return 7 * _dropped(job.model, job.mesh.tp)[1]
 
 
 def _everything(job: Job, w: _Widths, kind: Kind) -> int:
-    numbers = 2 * w.residual + w.normed + w.mixed.all + w.latent + 2 * w.fed + w.rows
+    numbers = w.taken + w.normed + w.mixed.all + w.latent + 2 * w.fed + w.rows
     if kind == "cpu" and not job.model.stage_ends().layer_norm:  # other norms are not one operator
         numbers += w.normed
     if kind == "cpu" and _ruled(job.model, job.data.seq_len):  # the outputs of documents are joined
@@ -177,17 +189,18 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
     """Returns the bytes that a stage keeps per token of a microbatch in flight. Its layers', the
     tables of the rotary encoding (2 R each), its output if another stage follows, and on the last
     stage what the final norm keeps. On CUDA without what waits in host memory."""
-    width, layers = job.model.hidden_size, _layers(stage, cut)
+    width, layers, last = job.model.hidden_size, _layers(stage, cut), stage == len(cut) - 1
     rotary = {layer_rotary(job.model, index) for index in layers}
     tables = sum(2 * table.width for table in rotary if table is not None)
     kinds = _kinds(job.model, layers).items()
-    numbers = sum(count * layer_activation_numbers(job, index, kind) for index, count in kinds) + tables + width
+    numbers = sum(count * layer_activation_numbers(job, index, kind) for index, count in kinds) + tables
+    numbers += width if last else -(-width // job.mesh.tp)
     masks = 0
-    if job.train.activation_checkpointing == "none" and (dropped := _dropped(job.model)[0]):
+    if job.train.activation_checkpointing == "none" and (dropped := _dropped(job.model, job.mesh.tp)[0]):
         # Each adapter keeps what it takes and a mask, instead of inputs that several share.
         w, masks = _widths(job, 0), cut[stage] * dropped
-        numbers += masks - cut[stage] * (2 * w.residual + w.inner)
-    if stage == len(cut) - 1:
+        numbers += masks - cut[stage] * (w.taken + w.inner)
+    if last:
         numbers += width * (2 if kind == "cpu" and not job.model.stage_ends().layer_norm else 1)
     return (
         numbers * job.train.dtypes.compute.bytes + masks - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
@@ -200,9 +213,9 @@ def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     numbers = 0
     for index, count in _kinds(job.model, _layers(stage, cut)).items():
         w = _widths(job, index)
-        inputs = 2 * w.residual + w.latent + w.inner + w.rows // 2
+        inputs = w.taken + w.latent + w.inner + w.rows // 2
         gradients = w.latent + w.residual + w.fed + (w.rows // 2 or w.residual)
-        inputs = (_dropped(job.model)[0] or inputs + w.queries) - w.queries
+        inputs = (_dropped(job.model, job.mesh.tp)[0] or inputs + w.queries) - w.queries
         numbers += count * (inputs + w.mixed.split + gradients)
     return numbers * job.train.dtypes.compute.bytes
 
@@ -218,14 +231,15 @@ def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     activation, or with a gate those of both factors of the product, whose own memory is free by
     then; on CPUs one is in holes of the heap. An adapted matrix gives two gradients of its input,
     and their sum is a third tensor. Or what a delta rule computes again, beside what the layer
-    did."""
+    did. The ranks of a tp group gather the gradient of the output."""
     size, found = job.train.dtypes.compute.bytes, []
     gradients = 2 if kind == "cuda" and _gated(job.model) else 1
     gradients = gradients if job.model.lora is None else 3
     for index in _kinds(job.model, range(job.model.num_layers)):
         w, rule = _widths(job, index), job.model.delta_rule(index)
         recomputed = size * (_everything(job, w, kind) - layer_activation_numbers(job, index, kind))
-        found.append(size * (w.residual + gradients * w.inner) + recomputed)
+        output = w.residual + (w.between if job.mesh.tp > 1 else 0)
+        found.append(size * (output + gradients * w.inner) + recomputed)
         if rule is not None:
-            found.append(rule.backward_bytes(job.data.seq_len) + recomputed)
+            found.append(rule.backward_bytes(job.data.seq_len) // job.mesh.tp + recomputed)
     return max(found)

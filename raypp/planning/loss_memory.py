@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raypp.job.family import embedding
 from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import trains_part
 from raypp.job.precision import FP32
 from raypp.planning.decision import Kind
+from raypp.planning.tensor_parts import end_on_rank
 
 MIB = 2**20
 CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB
@@ -67,14 +69,19 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     compute dtype). On CUDA one kernel makes the logits' gradients of them, in the compute dtype;
     without Triton it is as on CPUs.
 
+    The ranks of a tp group each have a part of every token's logits, always in chunks and without
+    that kernel: a chunk's logits are in fp32 twice.
+
     A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32, but
     nothing in that kernel.
     """
     model, compute = job.model, job.train.dtypes.compute.bytes
     capped = model.stage_ends().logit_cap is not None
-    chunk = chunk_size(tokens, model.vocab_size, kind)
+    tp = job.mesh.tp
+    vocabulary = -(-model.vocab_size // tp)
+    chunk = chunk_size(tokens, vocabulary, kind)
     narrow = compute if compute < FP32.bytes else 0
-    if family_of(model) is None or (kind == "cpu" and chunk == tokens):
+    if family_of(model) is None or (tp == 1 and kind == "cpu" and chunk == tokens):
         values = tokens * model.vocab_size
         return LossMemory(
             kept=values * (compute + FP32.bytes + (compute if capped else 0)),
@@ -82,8 +89,10 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
             backward=values * 2 * FP32.bytes,
         )
     each = 2 * compute if kind == "cuda" else (3 if capped else 2) * FP32.bytes + narrow
-    logits = each * chunk * model.vocab_size
-    projection = model.vocab_size * model.hidden_size if trains_part(model, "lm_head") else 0
+    if tp > 1:
+        each = 2 * FP32.bytes + 2 * narrow + (compute + FP32.bytes if capped else 0)
+    logits = each * chunk * vocabulary
+    projection = end_on_rank(embedding(model), tp).parameters if trains_part(model, "lm_head") else 0
     summed, copied = (compute, 0) if chunk == tokens else (FP32.bytes, narrow)
     working = projection * summed + max(logits, projection * copied)
     backward = working if projection else 0  # of the projection, from logits that it computes again

@@ -227,8 +227,8 @@ class Boundary:
 
 def message_bytes(job: Job) -> int:
     """Returns the bytes of the larger message between two ranks, activations or gradients. A
-    message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
-    assumed to be data.seq_len long; negotiated lengths are shorter."""
+    message has micro_batch_size · seq_len · hidden_size values, divided over cp · tp ranks. Rows
+    are assumed to be data.seq_len long; negotiated lengths are shorter."""
     wire = wire_of(job)
     return max(wire_bytes(job, wire.activations), wire_bytes(job, wire.gradients))
 

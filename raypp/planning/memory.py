@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from raypp.job.family import embedding, projection
 from raypp.job.fp8 import layer_in_fp8, sizes_in_fp8
 from raypp.job.job import Job
 from raypp.job.known_families import counted_family, family_of
 from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
-from raypp.job.models import DecoderOptions
+from raypp.job.models import DecoderOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP32, Dtype
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
@@ -35,6 +36,7 @@ from raypp.planning.schedules.posting import RECEIVES_AHEAD
 from raypp.planning.schedules.simulate import Simulator
 from raypp.planning.schedules.waiting import Waiting
 from raypp.planning.sizes import sizes_of
+from raypp.planning.tensor_parts import end_on_rank, layer_on_rank
 
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
@@ -160,12 +162,12 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
     share = _trained_share(job, stages, cut)
     weights, optimizer = job.train.dtypes.weights.bytes * share, state_bytes(job, share)
     if job.train.dtypes.narrow_weights:  # a few are there in fp32, and bf16 is their copy
-        wide = sum(sizes_of(job.model).stage_fp32(_span(stage, cut, False)["layers"]) for stage in stages)
+        wide = sum(sizes_of(job.model, job.mesh.tp).stage_fp32(_span(stage, cut, False)["layers"]) for stage in stages)
         weights += FP32.bytes * -(-wide // job.mesh.shards)
     if not job.train.optimizer.offload:
         return HeldState(weights, optimizer, weights + optimizer)
     ends = 0 in stages or len(cut) - 1 in stages
-    largest = max(_largest(job), job.model.vocab_size * job.model.hidden_size if ends else 0)
+    largest = max(_largest(job), _head(job) if ends else 0)
     masters = job.train.dtypes.copies_weights
     moved = optimizer + (weights if masters else 0)
     each = -(-moved // max(1, share))
@@ -178,7 +180,13 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
 
 def _largest(job: Job) -> int:
     """Returns the parameters of the largest matrix of a layer that is trained on one rank."""
-    return max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
+    kinds = sizes_of(job.model, job.mesh.tp).kinds
+    return max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in kinds)
+
+
+def _head(job: Job) -> int:
+    """Returns the parameters of the projection, or of the embedding, on one rank of a tp group."""
+    return end_on_rank(embedding(job.model), job.mesh.tp).parameters
 
 
 def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -207,14 +215,15 @@ def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> int:
-    """Returns the parameters of a stage. Both ends hold tied embeddings. Without `ends`: only those
-    of its layers."""
-    return sizes_of(job.model).stage_parameters(**_span(stage, cut, ends))
+    """Returns the parameters of a stage on one rank of a tp group, before fsdp and cp share them.
+    Both ends hold tied embeddings. Without `ends`: only those of its layers."""
+    return sizes_of(job.model, job.mesh.tp).stage_parameters(**_span(stage, cut, ends))
 
 
 def stage_trained(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
-    """Returns the trained parameters of a stage, and those of them that belong to experts."""
-    return sizes_of(job.model).stage_trained(**_span(stage, cut, ends))
+    """Returns the trained parameters of a stage, and those of them that belong to experts: as
+    `stage_parameters` counts."""
+    return sizes_of(job.model, job.mesh.tp).stage_trained(**_span(stage, cut, ends))
 
 
 def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -253,7 +262,7 @@ def _frozen_dtype(job: Job) -> Dtype:
 def _base(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True, without: tuple[str, ...] = ()) -> int:
     """Returns `base_bytes` of a stage of a job with a quantised base."""
     rest = job.train.dtypes.compute.bytes
-    return base_bytes(job.model, **_span(stage, cut, ends), rest=rest, without=without)
+    return base_bytes(job.model, **_span(stage, cut, ends), rest=rest, without=without, tp=job.mesh.tp)
 
 
 def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
@@ -265,9 +274,8 @@ def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = Tru
     if job.mesh.shards == 1 and job.model.lora is not None and _frozen_dtype(job) is job.train.dtypes.compute:
         return each * trained, each * of_experts
     if quantised_base(job.model) is None:
-        return each * stage_parameters(job, stage, cut, ends=ends), each * sizes_of(job.model).stage_experts(
-            _span(stage, cut, ends)["layers"]
-        )
+        experts = sizes_of(job.model).stage_experts(_span(stage, cut, ends)["layers"])
+        return each * stage_parameters(job, stage, cut, ends=ends), each * experts
     held = ("experts",) if job.mesh.ep == job.mesh.shards else ()  # by one rank, as they are
     whole, rest = (_base(job, stage, cut, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
     return whole + each * trained, whole - rest + each * of_experts
@@ -295,7 +303,7 @@ def _moments(
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
     together = kind == "cuda" and dtypes.compute is BF16
-    product = product_bytes(job.model, dtypes.compute.bytes, ep=job.mesh.ep, together=together)
+    product = product_bytes(job.model, dtypes.compute.bytes, ep=job.mesh.ep, together=together, tp=job.mesh.tp)
     product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
     # A gradient that is summed in a wider dtype is there in both before it is added, by FSDP also
@@ -307,14 +315,14 @@ def _moments(
         each = dtypes.compute.bytes
     matrix = each * _largest(job)
     dense = trains_part(job.model, "embed_tokens") and not fsdp.streams
-    embedded = each * job.model.vocab_size * job.model.hidden_size if dense else 0
+    embedded = each * _head(job) if dense else 0
     backward = {action.stage for action in actions if action.kind != "F"}
     # Gradients wider than their weights are there from the start (`parallel.compute_copies`).
     done = set(stages) if summed > own and not fsdp.replaces else set()
     gradients = sum(fsdp.gradients[stage] for stage in done)
     activations, logits = tokens * passing_per_token(job), 0
     sends = _sends(job)
-    head = job.model.vocab_size * job.model.hidden_size
+    head = _head(job)
     on_way: dict[int, int] = {}  # the buffer of a backward's last sum, which the next backward frees
     narrow, one = dtypes.compute.bytes, dtypes.reduce.bytes * (1 if kind == "cuda" else 2)
     for action in actions:
@@ -516,22 +524,30 @@ def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, 
 def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's NCCL communicators. Two for each rank that the pipeline
     exchanges messages with, one for each direction; two for context; that of the world, unless an
-    axis of the data spans it."""
+    axis of the data, or tp, spans it."""
     mesh, last, shards = job.mesh, len(cut) - 1, job.mesh.shards
     others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
     pairs = 2 * min(len(others), 2, mesh.pp - 1)
     groups = (shards > 1) + (job.summed_replicas > 1) + 2 * (mesh.cp > 1)
+    groups += (mesh.tp > 1) + (min(mesh.cp, mesh.tp) > 1 and with_experts(job.model) is not None)
     groups += (mesh.ep > 1) + (1 < mesh.ep < shards)  # among experts, and among those with the same experts
     tied = job.model.tie_embeddings and trains_part(job.model, "embed_tokens") and mesh.pp > 1
     groups += tied and (0 in stages) != (last in stages)
-    world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate)
+    world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate, mesh.tp)
     once = NCCL_KERNELS if mesh.world > 1 else 0
     return once + groups * NCCL_GROUP + pairs * NCCL_PAIR + world * NCCL_ONE_CTA
 
 
 @lru_cache(maxsize=1024)
 def base_bytes(
-    model: DecoderOptions, layers: range, *, first: bool, last: bool, rest: int, without: tuple[str, ...] = ()
+    model: DecoderOptions,
+    layers: range,
+    *,
+    first: bool,
+    last: bool,
+    rest: int,
+    without: tuple[str, ...] = (),
+    tp: int = 1,
 ) -> int:
     """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
 
@@ -540,10 +556,18 @@ def base_bytes(
         first, last: The stage holds the embedding; the final norm and the projection.
         rest: Bytes of a frozen weight that is not quantised.
         without: Parts (of `Weight.part`) whose quantised matrices are not counted.
+        tp: Ranks of a tp group, of which one is counted.
     """
     family, base = counted_family(model), quantised_base(model)
     total = 0
-    for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
+    weights = family.stage_weights(model, layers, first=first, last=last)
+    if tp > 1:
+        ends = (embedding(model).name, projection(model).name)
+        weights |= {name: end_on_rank(weights[name], tp) for name in ends if name in weights}
+        for index in layers:
+            for one in layer_on_rank(model, index, family.weights(model, index), tp):
+                weights[f"model.layers.{index}.{one.name}"] = one
+    for name, weight in weights.items():
         if name in also_trained(model):
             continue
         if base is not None and name.startswith("model.layers.") and is_quantised(weight):
@@ -554,14 +578,15 @@ def base_bytes(
 
 
 @lru_cache(maxsize=64)
-def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False) -> int:
+def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False, tp: int = 1) -> int:
     """Returns the bytes of the largest matrix while it is dequantised for a product. `width`: bytes
     of an element in the compute dtype. `together`: all experts of a layer are computed by one
-    kernel (CUDA in bf16); `ep` ranks share them."""
+    kernel (CUDA in bf16); `ep` ranks share them. `tp`: as of `base_bytes`."""
     family = family_of(model)
     if family is None or quantised_base(model) is None:
         return 0
-    weights = (weight for index in range(model.num_layers) for weight in family.weights(model, index))
+    layers = ((index, family.weights(model, index)) for index in range(model.num_layers))
+    weights = (weight for index, own in layers for weight in layer_on_rank(model, index, own, tp))
     sizes = (
         weight.parameters // ((ep if together else weight.shape[0]) if weight.part == "experts" else 1)
         for weight in weights
@@ -596,5 +621,5 @@ def update_bytes(job: Job, kind: str) -> int:
     """Returns the bytes that an update by rows needs for itself; 0 with torch's fused AdamW."""
     if not job.train.dtypes.narrow_weights and job.train.optimizer.state == "fp32":
         return 0
-    largest = max(layer.largest for layer in sizes_of(job.model).kinds)
-    return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, job.model.vocab_size * job.model.hidden_size))
+    largest = max(layer.largest for layer in sizes_of(job.model, job.mesh.tp).kinds)
+    return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, _head(job)))

@@ -56,20 +56,25 @@ def moved_per_token(job: Job, stage: int, cut: Sequence[int]) -> int:
     if job.train.activation_checkpointing != "offload":
         return 0
     ends = 2 if stage == len(cut) - 1 else 0
-    return (cut[stage] + ends) * job.model.hidden_size * job.train.dtypes.compute.bytes
+    return (cut[stage] * _between(job) + ends * job.model.hidden_size) * job.train.dtypes.compute.bytes
 
 
 def freed_per_token(job: Job, stage: int, cut: Sequence[int]) -> int:
     """Returns the bytes per token that the device need not keep for a microbatch in flight. All
     that moves, but for a stage's input that another stage sent: torch's pipelining keeps it."""
     moved = moved_per_token(job, stage, cut)
-    return moved - (stage > 0) * job.model.hidden_size * job.train.dtypes.compute.bytes if moved else 0
+    return moved - (stage > 0) * _between(job) * job.train.dtypes.compute.bytes if moved else 0
+
+
+def _between(job: Job) -> int:
+    """Returns the part of the width of a layer's input that each rank of a tp group has."""
+    return -(-job.model.hidden_size // job.mesh.tp)
 
 
 def passing_per_token(job: Job) -> int:
     """Returns the bytes per token of a microbatch that pass through the device at a time."""
     offloads = job.train.activation_checkpointing == "offload"
-    return ON_DEVICE * job.model.hidden_size * job.train.dtypes.compute.bytes if offloads else 0
+    return ON_DEVICE * _between(job) * job.train.dtypes.compute.bytes if offloads else 0
 
 
 def host_activation_bytes(job: Job, actions: Sequence[Action], cut: Sequence[int], tokens: int) -> int:
@@ -77,7 +82,7 @@ def host_activation_bytes(job: Job, actions: Sequence[Action], cut: Sequence[int
     page-locked tensor up to a power of two. `tokens`: of a microbatch on one rank."""
     if job.train.activation_checkpointing != "offload":
         return 0
-    one = tokens * job.model.hidden_size * job.train.dtypes.compute.bytes
+    one = tokens * _between(job) * job.train.dtypes.compute.bytes
     rounded = 1 << (one - 1).bit_length()
     most = held = 0
     for action in actions:

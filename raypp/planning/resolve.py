@@ -90,10 +90,11 @@ def wire_of(job: Job) -> Wire:
 
 
 def wire_bytes(job: Job, form: WireKind) -> int:
-    """Returns the bytes of a message in a wire format; int8 also sends an fp32 scale per token."""
+    """Returns the bytes of a message in a wire format; int8 also sends an fp32 scale per token.
+    Each rank of a tp group sends its part of the tokens."""
     width = job.model.hidden_size
     each = width + FP32.bytes if form == "int8" else width * DTYPES[form].bytes
-    return microbatch_tokens(job) * each
+    return -(-microbatch_tokens(job) // job.mesh.tp) * each
 
 
 def resolve_pipeline(job: Job) -> ResolvedPipeline:

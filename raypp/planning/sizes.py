@@ -20,6 +20,7 @@ from raypp.job.known_families import counted_family, family_of
 from raypp.job.layer_rules import DeltaRule
 from raypp.job.lora import Adapter, also_trained, is_norm, layer_adapters, trains_part
 from raypp.job.models import DecoderOptions
+from raypp.planning.tensor_parts import adapters_on_rank, end_on_rank, layer_on_rank
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,10 @@ _counted: dict[DecoderOptions, ModelSizes] = {}
 _not_counted: dict[DecoderOptions, str] = {}
 
 
-def sizes_of(model: DecoderOptions) -> ModelSizes:
-    """Returns a model's sizes: counted ones if there are any, else declared ones."""
-    return _counted.get(model) or declared_sizes(model)
+def sizes_of(model: DecoderOptions, tp: int = 1) -> ModelSizes:
+    """Returns a model's sizes: counted ones if there are any, else declared ones. `tp`: only of
+    what one rank of a tp group holds."""
+    return declared_sizes(model, tp) if tp > 1 else _counted.get(model) or declared_sizes(model)
 
 
 def sizes_remark(model: DecoderOptions) -> str | None:
@@ -148,24 +150,32 @@ def sizes_remark(model: DecoderOptions) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def declared_sizes(model: DecoderOptions) -> ModelSizes:
-    """Returns the sizes that the model's family declares. For a user's own factory, returns those
-    of a Llama with the same options."""
+def declared_sizes(model: DecoderOptions, tp: int = 1) -> ModelSizes:
+    """Returns the sizes that the model's family declares, of what one of `tp` ranks holds. For a
+    user's own factory, returns those of a Llama with the same options."""
     family = counted_family(model)
     layers = tuple(
-        _with_adapters(family.weights(model, index), layer_adapters(model, index), model)
+        _with_adapters(
+            layer_on_rank(model, index, family.weights(model, index), tp),
+            adapters_on_rank(model, index, layer_adapters(model, index), tp),
+            model,
+        )
         for index in range(model.num_layers)
     )
-    matrix = embedding(model) if model.tie_embeddings else projection(model)
+    embed = end_on_rank(embedding(model), tp)
+    matrix = embed if model.tie_embeddings else end_on_rank(projection(model), tp)
     norm = sum(weight.parameters for weight in final_norm(model))
     more = sum(weight.parameters for weight in family.first_weights(model))
-    first, last = embedding(model).parameters, matrix.parameters + norm
+    first, last = embed.parameters, matrix.parameters + norm
     whole = sum(layer.parameters for layer in layers) + last + more + (0 if model.tie_embeddings else first)
     first += more
     also = also_trained(model)
-    begin = {embedding(model).name, *(weight.name for weight in family.first_weights(model))} & also.keys()
+    begin = {embed.name, *(weight.name for weight in family.first_weights(model))} & also.keys()
     end = {matrix.name, *(weight.name for weight in final_norm(model))} & also.keys()
-    trained, trained_last, both = (sum(also[name].parameters for name in part) for part in (begin, end, begin | end))
+    held = {embed.name: embed, matrix.name: matrix}
+    trained, trained_last, both = (
+        sum(held.get(name, also[name]).parameters for name in part) for part in (begin, end, begin | end)
+    )
     return ModelSizes(layers, first, last, whole, model.lora is not None, (trained, trained_last, both))
 
 

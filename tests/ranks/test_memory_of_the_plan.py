@@ -95,6 +95,10 @@ OTHERS: list[tuple[str, list[str], int]] = [
             (["mesh.dp_replicate=2"], 0),
             (["mesh.cp=4"], 0),
             (["mesh.cp=2", "mesh.cp_style=ulysses"], 0),
+            (["mesh.tp=4"], 0),
+            (["mesh.tp=4", NOTHING], 4),
+            (["mesh.tp=4", "train.activation_checkpointing=full"], 0),
+            (["mesh.tp=4", "mesh.fsdp=2", "mesh.reshard_after_forward=true"], 0),
             (["model.kind=qwen3"], 0),
             *(([*DELTA, f"train.activation_checkpointing={extent}"], 0) for extent in ("none", "selective", "full")),
             ([*DELTA, NOTHING], 1),
@@ -118,6 +122,7 @@ IN_GATE = [
             (["pipeline.schedule=dualpipev", "pipeline.stages_per_rank=2"], 1),
             (["train.activation_checkpointing=offload"], 0), (["train.optimizer.offload=true"], 0),
             (["mesh.fsdp=4", "mesh.dp_replicate=2", EACH, "train.precision=bf16_pure"], 0), (["mesh.cp=4"], 0),
+            (["mesh.tp=4"], 0),
         )
     ),
 ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""What each rank of a tp group holds of a model's weights.
+
+It follows `parallel.tensor.split_tensors`: a rank holds an equal part of what is cut, and all of
+the rest, such as norms, routers, experts, and matrices whose parts are not equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from raypp.job.family import Weight
+from raypp.job.known_families import counted_family
+from raypp.job.lora import Adapter, is_quantised, quantised_base
+from raypp.job.models import DecoderOptions
+
+
+def layer_on_rank(model: DecoderOptions, index: int, weights: Iterable[Weight], tp: int) -> list[Weight]:
+    """Returns the weights of the layer with a global index as one of `tp` ranks holds them."""
+    return [_part(weight, _cut_dim(model, index, weight, tp), tp) for weight in weights]
+
+
+def adapters_on_rank(model: DecoderOptions, index: int, adapters: Iterable[Adapter], tp: int) -> list[Adapter]:
+    """Returns the adapters of a layer as one of `tp` ranks holds them: of each, one of both halves
+    is cut as its matrix is."""
+    matrices = {weight.name: weight for weight in counted_family(model).weights(model, index)} if tp > 1 else {}
+    found = []
+    for adapter in adapters:
+        matrix = matrices.get(f"{adapter.module}.weight")
+        if matrix is not None:
+            columns = matrix.residual and _computed_by_all(model, index, matrix)
+            rows = _cut_dim(model, index, matrix, tp) == 0
+            a, b = _part(adapter.a, 1 if columns else None, tp), _part(adapter.b, 0 if rows else None, tp)
+            adapter = replace(adapter, a=a, b=b)
+        found.append(adapter)
+    return found
+
+
+def end_on_rank(weight: Weight, tp: int) -> Weight:
+    """Returns the embedding or the projection as one of `tp` ranks holds it."""
+    return _part(weight, 0 if weight.shape[0] % tp == 0 else None, tp)
+
+
+def key_heads(model: DecoderOptions, tp: int) -> int:
+    """Returns the key heads that one of `tp` ranks computes."""
+    return -(-model.kv_heads // tp)
+
+
+def _cut_dim(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int | None:
+    """Returns the dim along which a weight of a layer is cut; None if each rank has it whole."""
+    if tp == 1 or not _computed_by_all(model, index, weight):
+        return None
+    if weight.residual:
+        return None if quantised_base(model) is not None and is_quantised(weight) else 1
+    if len(weight.joins) != 1 or weight.joins[0] % tp:
+        return None
+    own = model.of_layer(index)
+    repeated = own.kv_heads % tp and weight.joins[0] == own.kv_heads * own.dim_per_head
+    return None if repeated else 0
+
+
+def _computed_by_all(model: DecoderOptions, index: int, weight: Weight) -> bool:
+    """Whether the ranks of a tp group compute the block of a weight together."""
+    layer, block = counted_family(model).layer(model, index), weight.name.partition(".")[0]
+    return block in ("self_attn", "linear_attn") or (block == layer.mlp_name and not layer.routes)
+
+
+def _part(weight: Weight, dim: int | None, tp: int) -> Weight:
+    shape = tuple(length // tp if at == dim else length for at, length in enumerate(weight.shape))
+    return weight if dim is None else replace(weight, shape=shape)
