@@ -103,6 +103,12 @@ _KERNELS = {(False, False): (28, 61), (False, True): (62, 92), (True, False): (1
 _EXPERT_KERNELS = 50
 """Kernels of a block of experts, in a forward as in a backward, counted
 (benchmarks/kernel_counts)."""
+_TENSOR_KERNELS = 8
+"""More kernels of a layer whose ranks exchange tokens (mesh.tp): four collectives and their copies.
+"""
+_THINNER = 0.015
+"""Share by which products slow down for each further rank that has a part of their matrices.
+Assumed: 10 % with 8."""
 _TRITON_GROUPS = 0.8
 """Rate of Triton's product of all experts by that of torch's. Assumed."""
 _HALF_TILE = 64
@@ -203,7 +209,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one microbatch of a job on one device (whole rows, no cp), and of a step as such.
+    """Costs of one microbatch of a job on one device (whole rows, no cp, no tp), and of a step.
 
     Attributes:
         layer: One decoder layer.
@@ -267,7 +273,7 @@ def computed_costs(job: Job, device: Device) -> Costs:
     else:
         attention = attended * tokens / (device.tflops[products] * device.attention * 1e12)
         moved = elementwise_bytes(job, compiled=_compiled(job)) * tokens / (device.bandwidth * _MOVED * 1e12)
-        rate /= _grouped_slower(job, device, per_token)
+        rate /= _grouped_slower(job, device, per_token) * (1 + _THINNER * (job.mesh.tp - 1))
         # The forward does 36 % of elementwise work (counted), and 1 of 3.5 parts of attention.
         less = _less_by_fp8(job, device)
         forward = (per_token - attended) * tokens / rate + attention + 0.36 * moved - less
@@ -330,6 +336,7 @@ def host_remark(job: Job, device: Device, splits: bool) -> str:
     layer, least = (computed_costs(job, device).layer, _no_faster_than_launched(job, device, Part(0.0, 0.0), again))
     waits = layer.forward <= least.forward or layer.backward <= least.backward
     hint = ": the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)" if waits else ""
+    layer, least = (Part(one.forward / job.mesh.tp, one.backward / job.mesh.tp) for one in (layer, least))
     return (
         f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): of "
         f"{1e3 * (layer.forward + layer.backward):.1f} ms per layer and microbatch the host needs "
@@ -338,17 +345,20 @@ def host_remark(job: Job, device: Device, splits: bool) -> str:
 
 
 def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool) -> Part:
-    """Returns a layer's times, as long as the host needs at least for its kernels and its waits."""
+    """Returns a layer's times, as long as the host needs at least for its kernels and its waits.
+    Ranks of a tp group divide what a layer computes; the host of each launches all kernels."""
     forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
     wait = 0.0
     if (model := with_experts(job.model)) is not None:
         forward, backward = forward + _EXPERT_KERNELS, backward + _EXPERT_KERNELS
         if job.mesh.ep > 1:  # the host reads row counts, while the device permutes rows
-            tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
+            tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp / job.mesh.tp
             moved = 2 * tokens * model.experts_per_token * model.hidden_size
             permuted = moved * job.train.dtypes.compute.bytes / (device.bandwidth * _MOVED * 1e12)
-            wait = max(0.0, _HOST_WAIT_S - permuted) * job.mesh.cp  # `forecast` divides by cp
-    each_s = _launch_seconds(job)
+            wait = max(0.0, _HOST_WAIT_S - permuted) * job.mesh.cp * job.mesh.tp  # `forecast` divides
+    if job.mesh.tp > 1:
+        forward, backward = forward + _TENSOR_KERNELS, backward + _TENSOR_KERNELS
+    each_s = _launch_seconds(job) * job.mesh.tp
     least = forward * each_s, (backward + again * forward) * each_s
     return Part(max(layer.forward, least[0]) + wait, max(layer.backward, least[1]))
 
@@ -358,7 +368,7 @@ def _grouped_slower(job: Job, device: Device, per_token: float) -> float:
     model = with_experts(job.model)
     if model is None:
         return 1.0
-    tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
+    tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp / job.mesh.tp
     rows = tokens * job.mesh.ep * model.experts_per_token / model.num_experts
     grouped = (1 + _HALF_TILE / rows) / (1.0 if device.groups else _TRITON_GROUPS)
     own = 6.0 * model.hidden_size * model.expert_ffn_size * model.experts_per_token

@@ -5,7 +5,9 @@ of each stage and boundary), reducing gradients, and the update. The simulator o
 between stages with compute, `planning.replica_sum_costs` sums over replicas, and of what is
 offloaded a stage takes as long as the slower of the two. On GPUs, FSDP gathers and sums a block
 beside the compute of another: what takes longer than that counts, and a share of the rest
-(`_TAKEN`). On CPUs both count as if they did not overlap.
+(`_TAKEN`). On CPUs both count as if they did not overlap. The ranks of a tp
+group divide what a layer computes, but not the host's launches, and wait for each of their
+messages.
 
 Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
 from one node to another at the same place, each gets an `n`-th of the cable's rate. Messages of one
@@ -23,6 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 from raypp.job.job import Job
+from raypp.job.known_families import counted_family
 from raypp.job.lora import lowest_trained
 from raypp.planning.activations import microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
@@ -179,6 +182,16 @@ class _Sharded:
         return self.experts * (1 / self.ep - 1 / self.shards)
 
 
+@dataclass(frozen=True)
+class _TensorTraffic:
+    """Seconds of the messages among a tp group, for a microbatch: of gathering the tokens of one
+    block, as long as spreading its result; in a layer's forward, and in its backward."""
+
+    one: float
+    forward: float
+    backward: float
+
+
 class _Step:
     """A step of a job on machines; see `forecast`."""
 
@@ -194,6 +207,7 @@ class _Step:
         apart = [group[i::ep] for group in whole for i in range(ep)]
         self._experts_ring = self._slowest(apart) if job.mesh.shards > 1 else None
         self._within = self._layer_traffic()
+        self._tensor = self._tensor_traffic()
         self._host_gbps = min(machines.inside_gbps, INSIDE_GBPS)  # PCIe, whatever is between devices
 
     def forecast(self, device_memory: int) -> Forecast:
@@ -271,13 +285,16 @@ class _Step:
             speed = min(node.speed for node in nodes[holder[stage]])
             back = min(layers, max(0, sum(cut[: stage + 1]) - below))  # its layers that have a backward
             f, b = layers * costs.layer.forward, back * costs.layer.backward
+            split, sent = job.mesh.cp * job.mesh.tp, (stage in (0, end)) * self._tensor.one  # for the ends
             for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
                 if here:
                     f, b = f + part.forward, b + part.backward
             moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (self._host_gbps * 1e9)
             gathered, summed, *_ = self._beside(stage, speed)
-            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + gathered)
-            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + summed)
+            forward.append(max(f / split / speed, moving) + layers * (within + self._tensor.forward) + sent + gathered)
+            backward.append(
+                max(b / split / speed, moving) + back * (2 * within + self._tensor.backward) + sent + summed
+            )
         links = [border.seconds for border in borders]
         times = StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
         if self._apart:
@@ -321,6 +338,7 @@ class _Step:
         update = costs.optimizer_s * (max(one.rest + one.experts for one in trained) / job.mesh.shards) / slowest
         # The update takes longer because of state in host memory.
         moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
+        reduce += self._replicated_sums()
         return unshard, reduce, update + moved * 8 / (self._host_gbps * 1e9)
 
     def _sharded(self, of_stage: Callable[[Job, int, Sequence[int]], tuple[int, int]]) -> list[_Sharded]:
@@ -347,10 +365,12 @@ class _Step:
         """Returns the seconds that FSDP's collectives on a GPU add to a stage: to each forward, to
         each backward, before all of them, and after. Weights that are not freed are gathered beside
         the first forward, and gradients that are summed once beside the last backward."""
-        job, layer, layers, cp = self._job, self._costs.layer, self._pipeline.cut[stage], self._job.mesh.cp
+        job, layer, layers, tensor = self._job, self._costs.layer, self._pipeline.cut[stage], self._tensor
         if self._costs.kind == "cpu" or job.mesh.shards == 1:
             return 0.0, 0.0, 0.0, 0.0
-        forward, backward = layer.forward / cp / speed + self._within, layer.backward / cp / speed + 2 * self._within
+        alone = job.mesh.cp * job.mesh.tp * speed
+        forward = layer.forward / alone + self._within + tensor.forward
+        backward = layer.backward / alone + 2 * self._within + tensor.backward
         gather, ends = self._blocks(gathered_bytes, stage, 1)
         add, end_sums = self._blocks(stage_trained, stage, job.train.dtypes.reduce.bytes)
         freed, each = job.mesh.reshard_after_forward, job.reduces_each
@@ -365,11 +385,11 @@ class _Step:
         """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch. A
         backward has twice as many. Experts: rows go to (ep - 1) / ep of the ranks and back."""
         job, model, mesh = self._job, self._job.model, self._mesh
-        number, cp = job.train.dtypes.compute.bytes, job.mesh.cp
-        tokens = job.train.micro_batch_size * job.data.seq_len / cp
+        number, cp, tp = job.train.dtypes.compute.bytes, job.mesh.cp, job.mesh.tp
+        tokens = job.train.micro_batch_size * job.data.seq_len / cp / tp
         seconds = 0.0
         if cp > 1:
-            seconds += _over(self._slowest(mesh.groups("cp")), context_bytes(job))
+            seconds += _over(self._slowest(mesh.groups("cp")), context_bytes(job) / tp)
         if job.mesh.ep > 1:
             sent = max(layer.sent for layer in sizes_of(model).kinds)
             rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
@@ -377,6 +397,31 @@ class _Step:
             exchanging = [group[i : i + mesh.ep] for group in shards for i in range(0, len(group), mesh.ep)]
             seconds += _over(self._slowest(exchanging), tokens * rows * number)
         return seconds
+
+    def _tensor_traffic(self) -> _TensorTraffic:
+        job, tp = self._job, self._job.mesh.tp
+        if tp == 1:
+            return _TensorTraffic(0.0, 0.0, 0.0)
+        size = microbatch_tokens(job) * job.model.hidden_size * job.train.dtypes.compute.bytes
+        one, family = _over(self._slowest(self._mesh.groups("tp")), size * (1 - 1 / tp)), counted_family(job.model)
+        layers = range(job.model.num_layers)
+        blocks = sum(1 if family.layer(job.model, index).routes else 2 for index in layers) / len(layers)
+        # A layer that is recomputed does not send its result again.
+        again = 2 * blocks - 1 if job.train.activation_checkpointing != "none" else 0
+        return _TensorTraffic(one, 2 * blocks * one, (2 * blocks + again) * one)
+
+    def _replicated_sums(self) -> float:
+        """Returns the seconds of summing over tp the gradients of what each rank has whole."""
+        job, tp, cut = self._job, self._job.mesh.tp, self._pipeline.cut
+        if tp == 1:
+            return 0.0
+        alone = job.model_copy(update={"mesh": job.mesh.model_copy(update={"tp": 1})})
+        whole = max(
+            sum(tp * stage_trained(job, stage, cut)[0] - stage_trained(alone, stage, cut)[0] for stage in stages)
+            for stages in self._pipeline.stages_of_rank
+        ) / (tp - 1)
+        size = whole / job.mesh.shards * job.train.dtypes.gradients.bytes
+        return _over(self._slowest(self._mesh.groups("tp")), 2 * (1 - 1 / tp) * size)
 
     def _collectives(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
         """Returns the seconds of gathering weights once, and of summing gradients over shards, for

@@ -28,7 +28,7 @@ from raypp.planning.schedules import picture
 from raypp.planning.schedules.action import printed, splits_backward
 from raypp.planning.schedules.catalogue import build_program
 from raypp.planning.schedules.simulate import Slot, StageTimes
-from raypp.planning.search import advice
+from raypp.planning.search import advice, tensor_remark
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
 
@@ -280,6 +280,9 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         offload_in_words(job, kind == "cpu"),
         *recipe_remarks(job),
     )
+    if mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, pipeline.program.values())) <= _MOST_ADVISED:
+        own = settle(asked, device.facts)
+        remarks = (*remarks, tensor_remark(own, machines, grounds.costs or device, device.memory, kind))
     if problems := offload_problems(job, machines.free_memory, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes

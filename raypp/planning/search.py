@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from raypp.job.models import with_experts
 from raypp.job.precision import BF16, FP32, GROUPS_FP8
 from raypp.planning.check import check_plan
 from raypp.planning.costs import CostsOf, Device
+from raypp.planning.decide import FAST_GBPS
 from raypp.planning.decision import Kind
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.geometry import divisors, shapes
@@ -32,6 +33,7 @@ from raypp.planning.resolve import schedule_of
 from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
 
 _MOST_STAGES_PER_RANK = 4
+_TP = (1, 2, 4, 8)
 _WORTH = 0.995
 """A layer is moved only if the step's time falls below this fraction of the previous one."""
 
@@ -85,7 +87,8 @@ def search(
     """Ranks the jobs that do the same training on these machines.
 
     Args:
-        job: Gives model, data and batch. Its mesh and pipeline may change, except for cp.
+        job: Gives model, data and batch. Its mesh and pipeline may change, except for cp. Other tp
+            are tried where nodes have several devices.
         machines: All their devices are used.
         costs: Costs of a device of speed 1, or the kind of device, for the costs of each job.
         device_memory: Bytes of a device; 0: no limit.
@@ -99,7 +102,7 @@ def search(
     candidates: list[Candidate] = []
     tried = refused = too_large = 0
     out_of_time = False
-    for changes in _candidates(job, machines.devices):
+    for changes in _candidates(job, machines.devices, tensor_ranks(job, machines)):
         if time.monotonic() > end:
             out_of_time = True
             break
@@ -181,11 +184,41 @@ def advice(
     return sorted(gains, key=lambda entry: -entry[1])
 
 
-def _candidates(job: Job, devices: int) -> Iterator[dict[str, Any]]:
-    """Yields changes of keys: few pipeline ranks before many, 1F1B before other schedules."""
-    meshes = shapes(devices, rows=job.rows_per_step, keep=job.mesh.sizes, ep=job.mesh.ep)
-    for one in sorted(meshes, key=lambda one: (one.pp, -one.fsdp)):
-        mesh = {"mesh.pp": one.pp, "mesh.fsdp": one.fsdp, "mesh.dp_replicate": one.dp_replicate}
+def tensor_ranks(job: Job, machines: Machines) -> list[int]:
+    """Returns the tp that a search tries, the job's own first."""
+    model, own = job.model, job.mesh.tp
+    divided = (model.num_heads, model.kv_heads, model.vocab_size, *(node.devices for node in machines.nodes))
+    others = [tp for tp in _TP if tp != own and not any(size % tp for size in divided)]
+    changed = {tp: changed_job(job, {"mesh.tp": tp}) for tp in others}
+    return [own, *(tp for tp, one in changed.items() if one is not None and not check_plan(one))]
+
+
+def tensor_remark(job: Job, machines: Machines, costs: CostsOf, device_memory: int, kind: Kind) -> str:
+    """Returns what a job loses by its tp, if fsdp in its place fits and is faster; else "". Args as
+    of `search`."""
+    tp, fsdp, rows = job.mesh.tp, job.mesh.fsdp, job.pipeline.microbatches
+    if tp == 1 or rows % tp:
+        return ""
+    other = changed_job(job, {"mesh.tp": 1, "mesh.fsdp": fsdp * tp, "pipeline.microbatches": rows // tp})
+    if other is None or check_plan(other) or check_training(other):
+        return ""
+    now, then = (forecast(one, machines, costs, device_memory, kind=kind) for one in (job, other))
+    if then.step_s > 0.98 * now.step_s or (device_memory and then.peak_memory > device_memory):
+        return ""
+    rate = machines.inside_gbps
+    slow = f", which have {rate:,.0f} Gbit/s between them" if rate < FAST_GBPS else ""
+    return (
+        f"mesh.tp {tp}: with mesh.fsdp {fsdp * tp} instead, a step takes {1 - then.step_s / now.step_s:.0%} less; tp "
+        f"inside a node pays for large models and few rows, since ranks wait for each other{slow}"
+    )
+
+
+def _candidates(job: Job, devices: int, tp: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields changes of keys: the job's own tp first, few pipeline ranks before many, 1F1B before
+    other schedules."""
+    meshes = shapes(devices, rows=job.rows_per_step, keep=job.mesh.sizes, ep=job.mesh.ep, tp=tp)
+    for one in sorted(meshes, key=lambda one: (tp.index(one.tp), one.pp, -one.fsdp)):
+        mesh = {f"mesh.{axis}": getattr(one, axis) for axis in ("pp", "fsdp", "dp_replicate", "tp")}
         own = job.rows_per_step // one.replicas
         for rows in divisors(own):
             if rows > 4 * job.train.micro_batch_size:
