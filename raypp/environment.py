@@ -25,11 +25,9 @@ NCCL_OF_TORCH = {
     # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
     # it. 0: do nothing, so that kernels wait for dead peers.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # 0: do not end the process when the watchdog makes no progress for 8 minutes, or 8 minutes
-    # after another rank has asked for a dump.
+    # 0: do not end the process 8 minutes after the watchdog's last progress, or another's dump.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # 0: do not end the process when the watchdog's thread meets a CUDA error. The rank's own thread
-    # meets it, too, and reports it.
+    # 0: do not end the process when the watchdog meets a CUDA error: the rank meets and reports it.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # No dump of recent collectives to /tmp after an error, and no wait (4 times this many ms) for
     # it before the communicators are aborted.

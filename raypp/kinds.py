@@ -1,7 +1,6 @@
 """What a file of a schedule, store, data source, optimizer, policy or tracker declares; the
-registries. A new kind is one file in the package given below. Its `KIND` answers every question
-that other parts of raypp ask about it; no other file lists it. The model families are in
-`raypp.job.known_families`."""
+registries. A new kind is one file in the package given below. Its `KIND` answers all questions
+about it; no other file lists it. The model families are in `raypp.job.known_families`."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Returns distinct ports of this host that are free and lie below the kernel's ephemeral range.
 
     The kernel may assign an ephemeral port to any outgoing connection before the server listens on
-    it. If there are no such ports below that range, or too few are free, the kernel chooses the
-    rest.
+    it. If no such ports are below that range, or too few are free, the kernel chooses the rest.
 
     This function gives none of them to another process of this host while this process lives, or
     until it has chosen 512 others.

@@ -37,13 +37,11 @@ class Kind:
     Attributes:
         name: Its name in the job file.
         summary: One line of help.
-        available: False if the job language knows the name but this version does not support it
-            yet.
+        available: False if the job language knows the name but this version does not support it.
         position: Sort key of lists of kinds. Ties are sorted by name.
         builder: The function that builds it, or `package.module:function`. Filled in for a kind
             that declares itself.
-        own: True for a user's own kind, which is not part of raypp. raypp checks what it builds.
-            Filled in by the registry.
+        own: True for a user's own kind: raypp checks what it builds. Filled in by the registry.
     """
 
     name: str
@@ -161,8 +159,7 @@ class Registry(Generic[K]):
         return self._entry(*arguments, **keywords | {"builder": builder})
 
     def _own(self, name: str, value: str, key: str = "") -> K:
-        """Returns a user's own kind: the one its module declares, else `undeclared`. Raises
-        JobError: the declaration cannot be read."""
+        """Returns a user's own kind as declared, else `undeclared`. Raises JobError: unreadable."""
         module, _, function = value.partition(":")
         spec = _spec(module)
         builder = f"{module}:{function or self._function}"

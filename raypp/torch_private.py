@@ -30,8 +30,7 @@ from torch.distributed.tensor._utils import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Programs (pipeline.runtime): torch's passes add the gather and release of weights and the
-# reduction of gradients.
+# Programs (pipeline.runtime): torch's passes add gathers, releases and reductions.
 
 LoweredAction = _Action
 """`pipelining.schedules._Action`: one action of a program, which the passes take and return.
@@ -138,8 +137,7 @@ def allocate(module: nn.Module, memory: Callable[[Tensor], Tensor]) -> None:
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Replaces the local part `[...]` of a DTensor, also by one in host memory. The DTensor keeps
-    its device, and takes gradients of that. Sets `DTensor._local_tensor`, as FSDP does. Since
-    2.4."""
+    its device, also for gradients. Sets `DTensor._local_tensor`, as FSDP does. Since 2.4."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
@@ -356,8 +354,7 @@ def backends_on(device: torch.device) -> list[Any]:
 
 
 def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
-    """Sets how long operations of a group's backend may take that begin from now on. Uses
-    `Backend._set_default_timeout`. Since 2.4."""
+    """Sets the limit of a group's next operations: `Backend._set_default_timeout`. Since 2.4."""
     backend._set_default_timeout(timeout)
 
 

@@ -274,8 +274,7 @@ def grounds_of(
 
 
 def count_own_model(job: Job) -> str:
-    """Counts the model of a user's own factory in a process that may import torch. Notes and
-    returns the reason if it fails."""
+    """Counts a user's own model in a process that may import torch; notes and returns faults."""
     if sizes_remark(job.model) is None:
         return ""
     try:

@@ -15,10 +15,9 @@ from raypp.storage import open_store
 
 
 def queue(address: str | None = None) -> dict[str, Any]:
-    """Returns `{"running", "waiting", "rules", "damaged"}`: the runs that have devices, those that
-    wait for some, in order, what is paused or held, and what of the line cannot be read. `address`:
-    URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster. Raises
-    UnreachableError: it does not answer."""
+    """Returns `{"running", "waiting", "rules", "damaged"}`: runs with devices, those that wait, in
+    order, what is paused or held, and what cannot be read. `address`: of the dashboard; None:
+    RAYPP_ADDRESS, then the embedded cluster. Raises UnreachableError: it does not answer."""
     return client.show(find_cluster(address))
 
 

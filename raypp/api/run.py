@@ -61,8 +61,7 @@ class Run(RunControl):
         Args:
             prompts: Texts.
             step: Step of the checkpoint; None: the newest.
-            max_new_tokens, temperature, top_p, seed, pp, batch_size, trust: As the options of
-                `raypp generate`.
+            max_new_tokens, temperature, top_p, seed, pp, batch_size, trust: As in `raypp generate`.
 
         Returns:
             For each prompt `{"prompt", "text", "tokens", "finish"}`.
@@ -83,8 +82,7 @@ class Run(RunControl):
         Args:
             path: A directory, or a store's URL.
             dtype: fp32, bf16 or fp16; None: as saved.
-            options: `adapter`, `merged`, `shard_gb`, `tokenizer`, `trust`: as `raypp checkpoints
-                export`.
+            options: adapter, merged, shard_gb, tokenizer, trust: as `raypp checkpoints export`.
 
         Returns:
             What `raypp checkpoints export --json` prints.
@@ -121,8 +119,7 @@ def submit(
     job: Job, *, address: str | None = None, resume: bool = False, wait: bool = False, now: bool = False,
     priority: Priority = "normal", user: str | None = None, after: Sequence[str] = (),
 ) -> Run:  # fmt: skip
-    """Checks a job, submits it to a cluster, and returns the run; while devices are taken, it waits
-    in the cluster's line.
+    """Checks a job, submits it to a cluster, and returns the run, which may wait in the line.
 
     What `raypp submit` says on the way, the logger `raypp` gets as warnings.
 

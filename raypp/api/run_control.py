@@ -22,8 +22,7 @@ from raypp.untrusted.text import shell_word
 
 class RunControl:
     """A run: its records, and commands to it. Every method raises `StoreError` if the store does
-    not answer. The dictionaries are those of the commands' `--json`. `place`: where it is stored,
-    and where it runs. `reader`: its records."""
+    not answer. Dictionaries are those of `--json`. `place`: of the run. `reader`: its records."""
 
     def __init__(self, place: RunPlace, reader: RunReader | None = None) -> None:
         self.place = place

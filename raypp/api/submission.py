@@ -172,8 +172,7 @@ def _resources(job: Job, cluster: Cluster, now: bool) -> tuple[Facts, Job, str]:
 
 
 def start(prepared: Prepared, say: Say, *, priority: Priority = "normal", user: str | None = None) -> RunPlace:
-    """Submits the run and remembers it on this machine. `user`: for the record; None: the operating
-    system's.
+    """Submits the run and remembers it on this machine. `user`: for the record; None: the system's.
 
     A new run's name is taken at the last moment: whoever interrupts the upload before can submit
     the job again. It is free again if the cluster does not accept the run. It stays taken if nobody
@@ -312,8 +311,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
         fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
         problem = Problem("name", f"there is no run named {name!r} at {store.url} to resume", fix)
         raise JobError(file.locate(problem))
-    # Before the first checkpoint a change to the job cannot make anything unusable, so mistakes can
-    # be corrected.
+    # Before the first checkpoint no change makes anything unusable, so mistakes can be corrected.
     if resume and (saved := list_checkpoints(store, name)):
         before = read_spec(store, name)
         file = replace(file, job=as_recorded(file.job, before, say))

@@ -34,8 +34,7 @@ def reports_of(
     Args:
         module: For example `raypp.tools.parity`.
         name: Name of its task in error messages: "the comparison".
-        turns: More to ask, a line of its standard input each: the first at once, another after each
-            report `{"done": …}`.
+        turns: More to ask, as lines of its input: the first at once, one after each `{"done": …}`.
 
     Raises:
         JobError: Torch is not installed here.
@@ -46,8 +45,7 @@ def reports_of(
     with TemporaryFile("w+") as asked, TemporaryFile("w+", errors="replace") as output:
         json.dump(request, asked)
         asked.seek(0)
-        # -P: do not import from the working directory. Not -m: the ranks' processes would run the
-        # module twice.
+        # -P: no imports from the working directory. Not -m: ranks would run the module twice.
         program = f"from {__name__} import main; main({module!r}, {asked.fileno()})"
         with subprocess.Popen(
             [sys.executable, "-P", "-c", program],

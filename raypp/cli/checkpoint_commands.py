@@ -112,9 +112,7 @@ def verify_command(run: str, as_json: bool) -> None:
 
 @checkpoints_group.command("prune")
 @click.argument("run")
-@click.option(
-    "--keep", type=click.IntRange(1), default=None, help="Checkpoints to keep.  [default: the job's checkpoint.keep]"
-)
+@click.option("--keep", type=click.IntRange(1), help="Checkpoints to keep.  [default: the job's checkpoint.keep]")
 @click.option(
     "--keep-every",
     type=click.IntRange(0),
@@ -284,9 +282,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
             "equal": comparison.equal,
             "only_a": comparison.only_a,
             "only_b": comparison.only_b,
-            "other_form": [
-                {"name": left.name, "a": _form(left), "b": _form(right)} for left, right in comparison.other_form
-            ],
+            "other_form": [{"name": a.name, "a": _form(a), "b": _form(b)} for a, b in comparison.other_form],
             "different": [asdict(difference) for difference in comparison.different],
         }
         echo_json(facts)

@@ -215,7 +215,8 @@ def _piece_text(piece: LookedPiece, tokenizer: Tokenizer, room: int, plain: bool
     """Returns the tokens of a piece in their colours; without colours in «», if they carry loss."""
     text = Lines()
     every = bool(piece.loss.all())
-    for start, end in _stretches(piece):
+    borders = [0, *(i for i in range(1, len(piece.ids)) if piece.loss[i] != piece.loss[i - 1]), len(piece.ids)]
+    for start, end in pairwise(borders):
         carries = bool(piece.loss[start])
         shown = tokenizer.shown(piece.ids[start:end].tolist())
         left = room - len(text)
@@ -237,11 +238,6 @@ def _append_tokens(text: Lines, shown: str, ids: list[int], tokenizer: Tokenizer
         return
     for index, token in enumerate(tokens):
         text.append(token, styles[index % 2])
-
-
-def _stretches(piece: LookedPiece) -> list[tuple[int, int]]:
-    borders = [0, *(i for i in range(1, len(piece.ids)) if piece.loss[i] != piece.loss[i - 1]), len(piece.ids)]
-    return list(pairwise(borders))
 
 
 def _histogram(look: Look, seq_len: int) -> Table:

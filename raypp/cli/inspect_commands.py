@@ -130,9 +130,7 @@ def events_command(run: str, samples: bool, as_json: bool) -> None:
 @click.argument("run")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank's lines.")
 @click.option("--follow", "-f", is_flag=True, help="Keep printing until the run ends.")
-@click.option(
-    "--tail", "-n", type=click.IntRange(0), default=None, help="Only the last lines, and with --follow new ones."
-)
+@click.option("--tail", "-n", type=click.IntRange(0), help="Only the last lines, and with --follow new ones.")
 def logs_command(run: str, rank: int | None, follow: bool, tail: int | None) -> None:
     """Print the logs of all ranks of RUN as one stream.
 
@@ -182,7 +180,8 @@ class _LogPrinter:
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.printed = True
-            tag = _tag(line)
+            tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
+            tag = tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"
             self._widest = max(self._widest, cell_len(tag))
             tag = f"{set_cell_size(tag, self._widest)} | "
             for text in _COLOUR.sub("", line.text).splitlines() or [""]:
@@ -191,12 +190,6 @@ class _LogPrinter:
                     self._console.print(Text.assemble((tag, colour), Lines(text)), soft_wrap=True)
                 else:
                     echo_lines(tag, text)
-
-
-def _tag(line: LogLine) -> str:
-    """Returns the label of the rank, or of the controller, that wrote a line, in few columns."""
-    tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
-    return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"
 
 
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
@@ -216,8 +209,7 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
 
 
 def _status_or_error(place: RunPlace) -> dict[str, Any]:
-    """Returns a run's status, without a state if its store does not respond. The list still shows
-    the other runs."""
+    """Returns a run's status; without a state if its store does not respond: the list goes on."""
     try:
         reader = open_reader(place)
         return present_status(place, reader) | {"waited_s": waited_s(reader.store, place.name)}

@@ -26,9 +26,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     on_cluster = click.option(
         "--on-cluster", is_flag=True, help="Run on the cluster that submit would use: one rank per GPU, or CPU."
     )
-    address = click.option(
-        "--address", metavar="A", help="Run on this cluster: URL of its dashboard, http://host:8265."
-    )
+    address = click.option("--address", metavar="A", help="Run on this cluster: its dashboard's URL, http://host:8265.")
     return on_cluster(address(command))
 
 

@@ -35,7 +35,8 @@ def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, An
     """Shows a whole plan, in sections. `width`: width of the terminal, in columns. `played`: what
     `--exact` found for each pipeline rank."""
     parts: list[RenderableType] = [Text(plan.assumed, "yellow")] if plan.assumed else []
-    parts.append(_title(job, plan))
+    facts = f"{job.model.kind}, {count_text(plan.parameters)} parameters, {plan.tokens_per_step:,} tokens per step"
+    parts.append(Text.assemble((plan.name, "bold cyan"), f"  {facts}"))
     moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
     for name, remark, body in (
         ("Mesh", _mesh(plan), _rank_map(plan)),
@@ -52,11 +53,6 @@ def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, An
         parts += [heading, Padding(body, (0, 0, 0, 2), expand=False)]
     parts += [Lines(f"\n{remark}") for remark in plan.remarks]
     return Group(*parts)
-
-
-def _title(job: Job, plan: Plan) -> Text:
-    facts = f"{job.model.kind}, {count_text(plan.parameters)} parameters, {plan.tokens_per_step:,} tokens per step"
-    return Text.assemble((plan.name, "bold cyan"), f"  {facts}")
 
 
 def _mesh(plan: Plan) -> str:

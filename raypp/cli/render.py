@@ -249,8 +249,7 @@ def loss_curve(
         ascii_only: For terminals that cannot show braille.
 
     Returns:
-        At most `height` lines of at most `width` columns; empty if there are fewer than two values
-        to draw.
+        At most `height` lines of at most `width` columns; empty for fewer than two values.
     """
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if len(points) < 2 or points[0][0] == points[-1][0]:
@@ -312,8 +311,7 @@ def _trace(means: Sequence[tuple[int, float]], low: float, high: float, rows: in
     for (left, start), (right, end) in itertools.pairwise(means):
         for column in range(left, right + 1):
             row = row_of(start + (end - start) * (column - left) / (right - left))
-            # A steep section fills the column between its rows, except for the dot that is already
-            # set.
+            # A steep section fills the column between its rows, except for the dot already set.
             reach = range(min(before + 1, row), row + 1) if row >= before else range(row, before)
             lit.update((between, column) for between in reach)
             before = row

@@ -218,7 +218,10 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         code = watch.exit_code(end, say)
         records = Records.read(place, reader)
         view.console.print(summary_view(records, view.console))
-        print_next(view.console, place, records.status, again)
+        view.console.print(Text("next", style="dim"))
+        for command, words in next_commands(place, records.status, again):  # each on a line, as a shell takes it
+            pair = (f"{command:<36}", "bold"), (f"  # {words}", "dim")
+            view.console.print(Text.assemble("  ", *pair), soft_wrap=True)
     except KeyboardInterrupt:
         echo(err=True)
         echo(f"{place.name} continues in the cluster", err=True)
@@ -298,11 +301,7 @@ class LiveView:
         if status["state"] != self._shown_state:
             # The first and the last state need no line: the following output shows them. Nor does
             # one that was read before the event of the run's end.
-            if (
-                not self._ended
-                and not is_final(status)
-                and (self._shown_state is not None or status["state"] != "PENDING")
-            ):
+            if not self._ended and not is_final(status) and (self._shown_state or status["state"] != "PENDING"):
                 self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
             self._shown_state = status["state"]
 
@@ -386,13 +385,6 @@ def summary_view(records: Records, console: Console) -> RenderableType:
     if (picture := curve(rows, console)) is not None:
         parts += [Text(""), Text("  loss", style="dim"), picture]
     return Group(*parts, Text(""))
-
-
-def print_next(console: Console, place: RunPlace, status: Mapping[str, Any], again: str) -> None:
-    """Prints `next_commands`, each on one line that a shell takes as it is."""
-    console.print(Text("next", style="dim"))
-    for command, words in next_commands(place, status, again):
-        console.print(Text.assemble("  ", (f"{command:<36}", "bold"), (f"  # {words}", "dim")), soft_wrap=True)
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> list[tuple[str, str]]:

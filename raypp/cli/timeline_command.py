@@ -58,14 +58,15 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
     if recorded or ended:
         trace = newest_trace(store, place.name)
         if trace is None:
-            raise _none_recorded(place, ended=ended)
+            fix = f"trace a run while it trains: `raypp timeline {shell_word(place.name)}`"
+            fix = f"resume it, and {fix}" if ended else fix
+            raise JobError(Problem("RUN", f"no complete trace of {place.name} is in its store", fix))
     else:
         trace = _next_steps(place, reader, store, steps)
     events = reader.events()
     attempt = trace[0].attempt
     analysis = analyse(trace, measured_links(events, attempt), measured_cards(events, attempt))
-    console = wide_console()
-    console.print(timeline_view(trace, analysis))
+    wide_console().print(timeline_view(trace, analysis))
     if out is not None:
         write_file(out, json.dumps(chrome_trace(trace, analysis, events), separators=(",", ":")).encode())
         echo(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
@@ -129,25 +130,15 @@ def _parts_of(
                 raise _not_traced(place, status)
             return None
         if since is not None and time.monotonic() - since > _PARTS_PATIENCE_S:
-            raise _incomplete(place, traces)
+            count = max(map(len, traces.values()))
+            fix = f"`raypp events {shell_word(place.name)}` shows what the others report"
+            raise UnreachableError(Problem("RUN", f"only {count} ranks have written their part of the trace", fix))
         time.sleep(_POLL_S)
 
 
 def _not_traced(place: RunPlace, status: dict[str, Any]) -> JobError:
     fault = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
     return JobError(Problem("RUN", fault, "trace it earlier, or trace fewer steps"))
-
-
-def _none_recorded(place: RunPlace, *, ended: bool) -> JobError:
-    fix = f"trace a run while it trains: `raypp timeline {shell_word(place.name)}`"
-    fix = f"resume it, and {fix}" if ended else fix
-    return JobError(Problem("RUN", f"no complete trace of {place.name} is in its store", fix))
-
-
-def _incomplete(place: RunPlace, traces: dict[TracePlace, list[int]]) -> UnreachableError:
-    count = max(map(len, traces.values()))
-    fix = f"`raypp events {shell_word(place.name)}` shows what the others report"
-    return UnreachableError(Problem("RUN", f"only {count} ranks have written their part of the trace", fix))
 
 
 _MOST_RANKS = 64

@@ -263,8 +263,7 @@ class Attempt:
         leave_s = _IMPORT_S if any(rank.state == "starting" for rank in waiting) else _LEAVE_S
         if waiting and waited > leave_s and not self._killed:
             return self._kill_silent(waiting, leave_s)
-        # A lost node answers nothing; the claim of the next attempt keeps its processes from
-        # committing.
+        # A lost node answers nothing; the next attempt's claim keeps its processes from committing.
         if waiting and not (self._killed and waited >= _KILL_TIMEOUT_S):
             return []
         for rank in self.ranks:

@@ -39,8 +39,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def serve(answers: Callable[[], Iterable[Any]]) -> NoReturn:
-    """The main function of a driver: connects this process to its cluster, reports the answers as
-    they come, or the error, and exits."""
+    """A driver's main function: joins the cluster, reports answers or the error, and exits."""
     from raypp.control.credentials import forget, load_private_environment
     from raypp.control.protocol import NAMESPACE
 
@@ -99,8 +98,7 @@ class RankReports:
         return bool(self._errors) and (late or not all(error["peer"] for error in self._errors.values()))
 
     def answer(self) -> Any:
-        """Returns rank 0's answer. Raises RayppError: the error that is the cause, of a rank that
-        did not just lose another one."""
+        """Returns rank 0's answer. Raises RayppError: the cause, not a rank that lost another."""
         if self._errors:
             raise error_of(min(sorted(self._errors.items()), key=lambda one: one[1]["peer"])[1])
         return self._answer

@@ -194,6 +194,5 @@ def _stop(cluster: Cluster, submission_id: str) -> None:
 def _too_slow(call: Call) -> UnreachableError:
     word = call.title.partition(" ")[0]
     fault = f"the cluster did not carry out `{word}` in {call.timeout_s:.0f} s"
-    return UnreachableError(
-        Problem("address", fault, "`ray status` on a node shows whether the cluster works; try again")
-    )
+    fix = "`ray status` on a node shows whether the cluster works; try again"
+    return UnreachableError(Problem("address", fault, fix))

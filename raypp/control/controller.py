@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,9 +25,7 @@ class Controller:
     one separate thread makes all decisions. Ray restarts the actor with the same one."""
 
     def __init__(self, request: RunRequest) -> None:
-        logging.basicConfig(
-            level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-        )
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
         load_private_environment()
         # Imported here: the driver imports this module, too, and does not need the leader.
         from raypp.control.leader import Leader
@@ -64,8 +61,7 @@ class Controller:
     def save(self, patience_s: float, pending: Sequence[int] | None = None) -> dict[str, Any]:
         """Requests a checkpoint of the current step and waits for its commit. `pending`: as in an
         earlier answer: waits for that checkpoint, and requests none. Returns `committed` (a step or
-        None) and `what`, a message. While the checkpoint is still being saved also `pending`: its
-        step, and the attempt that saves it."""
+        None) and `what`, a message. While it is saved also `pending`: step and attempt."""
         leader = self._leader
         end = time.monotonic() + patience_s
         leader.begun.wait(patience_s)
@@ -98,8 +94,7 @@ class Controller:
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
     def stop(self, patience_s: float, save: bool) -> dict[str, Any]:
-        """Requests the end of the run, and waits for it. Returns the fields of `RunEnd`; `state:
-        None` if the run has not ended yet."""
+        """Requests the run's end, and waits. Returns `RunEnd`'s fields; `state: None`: not yet."""
         self._leader.reports.request_stop(save)
         end = time.monotonic() + patience_s
         while (outcome := self._leader.outcome) is None and time.monotonic() < end:

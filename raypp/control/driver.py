@@ -64,8 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command(run: str, url: str, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Calls a method of a run's controller, which waits until its task is done, for a minute at
-    most.
+    """Calls a method of a run's controller, which waits for its task, for a minute at most.
 
     While the controller restarts it is called again, so the controller may get it twice: a run has
     one stop and one trace at a time, and a second save is of a later step.

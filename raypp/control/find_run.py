@@ -40,9 +40,8 @@ _ETA_STEPS = 20
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
-    """Returns the run of a name, or of URL/NAME. The URL gets the form that its store gives it.
-    Raises JobError: there is no such run. The message suggests close names. Raises StoreError: its
-    store does not respond."""
+    """Returns the run of a name, or of URL/NAME; its URL has its store's form. Raises JobError:
+    there is none; suggests close names. Raises StoreError: its store does not respond."""
     place = known_runs.locate_run(argument)
     store = open_store(place.url)
     reader = RunReader(store, place.name)
@@ -218,8 +217,7 @@ class Records:
 
     @classmethod
     def read(cls, place: RunPlace, reader: RunReader) -> Records:
-        """Reads them, the status first, so that the others contain everything it refers to. Raises
-        StoreError: the store does not answer."""
+        """Reads the status first: others have what it refers to. Raises StoreError: no answer."""
         status = present_status(place, reader)
         return cls(status, reader.history(), reader.events(), status.pop("trouble", ""))
 

@@ -49,18 +49,13 @@ def main(descriptors: Sequence[int]) -> None:
     lock, own = descriptors
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    path = _own_path()
+    added = {str(Path.cwd()), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    path = [entry for entry in sys.path if entry not in added]  # without what depends on how this process began
     _import_rank()
     request = _serve(socket.socket(fileno=own))
     if request is not None:
         os.close(lock)
         _become(request, path)
-
-
-def _own_path() -> list[str]:
-    """Returns where modules are found, without what depends on how this process was started."""
-    added = {str(Path.cwd()), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    return [entry for entry in sys.path if entry not in added]
 
 
 def _import_rank() -> None:
@@ -136,7 +131,9 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
                 listener.close()
                 os.setpgid(0, 0)  # the raylet ends whole process groups
-                _take_streams(streams)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                    os.close(stream)
                 return request
             workers.add(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -154,9 +151,8 @@ def _raylet_lives() -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-    """Returns a client's request and its three standard streams; None if the client only checked
-    whether a server listens. Raises OSError, TypeError, ValueError: it is not a request, or arrives
-    too slowly. No stream stays open."""
+    """Returns a client's request and standard streams; None if it only checked that one listens.
+    Raises OSError, TypeError, ValueError: no request, or too slow; no stream stays open."""
     connection.settimeout(_REQUEST_S)
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:
@@ -180,12 +176,6 @@ def _has_gone(connection: socket.socket) -> bool:
 
 def _close(streams: list[int]) -> None:
     for stream in streams:
-        os.close(stream)
-
-
-def _take_streams(streams: list[int]) -> None:
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
         os.close(stream)
 
 

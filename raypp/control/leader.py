@@ -28,7 +28,7 @@ from raypp.control.queue.line import Need
 from raypp.control.queue.ticket import Ticket
 from raypp.control.ray_state import remove_groups_of
 from raypp.control.recovery.policies.default import DefaultPolicy
-from raypp.control.recovery.policy import Policy, policy_of, without_culprit
+from raypp.control.recovery.policy import Policy, policy_of, root_cause
 from raypp.control.report.reports import Reports
 from raypp.control.reshape import Decisions
 from raypp.control.run_record import (
@@ -44,6 +44,7 @@ from raypp.control.run_record import (
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem, RayppError, origin_in_words
+from raypp.failure_kinds import FailureKind
 from raypp.job.job import Job
 from raypp.planning.decision import Decision, Facts
 from raypp.records import Event, Requests, RunState
@@ -82,12 +83,10 @@ class Leader:
         self._launch_now = False
         self._number, self._life = request.number, ""
         self._wake_at: float | None = None
-        # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
-        # second.
+        # A turn's cost grows with the ranks, so turns are rarer: for 1,000 ranks two a second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
-        # Giving up ends the ranks, which may be healthy: a restarted controller waits at least as
-        # long as they would without one.
+        # Giving up ends ranks that may be healthy: a restarted one waits as long as they would.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
         incarnation = secrets.token_hex(4)
@@ -214,8 +213,7 @@ class Leader:
         if left is None:
             self._end_processes()  # what an earlier submission left whose controller is gone for good
         self._policy = policy_of(self._job.recovery)
-        # Not chosen again after a restart: the devices counted at first may be gone with a lost
-        # node.
+        # Not chosen again after a restart: devices counted at first may be gone with a node.
         device = left.device if left else self._decisions.facts.device
         self._sizing.gpu_bytes = self._decisions.facts.memory
         shape = (left.shape if left else None) or self._sizing.largest()
@@ -230,17 +228,14 @@ class Leader:
             self._take_over(left, last, newest)
             return
         if self._ask_store(lambda: self._store.head(spec_key(run))) is None:
-            raise self._not_shared()
+            there = f"{self._store.url} on the head, {socket.gethostname()}"
+            fix = "use s3://…, or a directory that the submitting machine and all nodes share"
+            raise JobError(Problem("checkpoint.url", f"{there}, does not hold what `raypp submit` wrote there", fix))
         self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
         if self._job.resources.device == "auto":
             self.record.event(Event("device_chosen", f"ranks run on {device}", details={"device": device}))
         self._apply(m.Start(last, newest, shape, device))
-
-    def _not_shared(self) -> JobError:
-        fault = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
-        fix = "use s3://…, or a directory that the submitting machine and all nodes share"
-        return JobError(Problem("checkpoint.url", fault, fix))
 
     def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
         """Goes on from the machine that a killed process left."""
@@ -283,16 +278,14 @@ class Leader:
             raise MachineError(error.problems) from error
 
     def _find_workers(self, last: int, left: m.Machine) -> tuple[list[LivingWorker], list[LivingWorker]]:
-        """Returns the living workers that have a seat in an attempt that goes on, and the
-        others."""
+        """Returns the living workers with a seat in an attempt that goes on, and the others."""
         living = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
         over = left.attempt_is_over and left.attempt == last
         seated = [one for one in living if (seat := one[1].seat) is not None and seat.attempt == last and not over]
         return seated, [one for one in living if one not in seated]
 
     def _refuse(self, error: MachineError) -> None:
-        """Says why a run cannot be led on, and what is known of it. Leaves its ranks alone: they
-        save and end by themselves after a while."""
+        """Says why a run cannot be led on, and what is known. Its ranks save and end alone."""
         log.error("the run is not taken over: %s", error)
         run, alive, place, last = self._request.run, "", None, 0
         with contextlib.suppress(Exception):
@@ -369,8 +362,7 @@ class Leader:
         if not isinstance(event, m.Committed):  # the store knows its commits
             self.record.machine(self.machine)
         for command in commands:
-            # A successor must know why the ranks stop; and once they are gone, their last reports
-            # exist nowhere else.
+            # A successor must know why the ranks stop; their last reports exist nowhere else then.
             if isinstance(command, m.SendRequests) or (isinstance(command, m.EndAttempt) and not command.keep):
                 self.record.flush()
             if self.record.machines.overtaken:
@@ -412,8 +404,8 @@ class Leader:
 
     def _test_nodes(self) -> None:
         """Finds nodes to leave out after a hang that no rank explains: the same ones would hang."""
-        history = self.machine.history
-        if not (history and without_culprit(history[-1])):
+        cause = root_cause(self.machine.history[-1].failures) if self.machine.history else None
+        if cause is None or cause.kind is not FailureKind.HUNG or cause.rank >= 0:
             return
         failing, words = examine_nodes(self._workers)
         self.record.event(Event("network", words, attempt=self.machine.attempt))

@@ -22,8 +22,7 @@ class RunPhase(StrEnum):
     """What the run does, as decided here.
 
     The progress of one attempt is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
-    PLACING or STARTING, it is ENDING until the attempt has ENDED, and while it is WAITING there is
-    no attempt.
+    PLACING or STARTING, ENDING until the attempt has ENDED, and while WAITING it has none.
     """
 
     IDLE = "idle"
@@ -369,8 +368,7 @@ def _keeps_processes(machine: Machine) -> bool:
 def _end_of_work(machine: Machine, event: Finished) -> Finish:
     """Returns how a run ends whose ranks returned normally.
 
-    An attempt that was started to save before a stop has failed if it found no newer state than the
-    newest checkpoint.
+    An attempt started to save before a stop has failed if it found no newer state than committed.
     """
     if not event.stopped:
         return Finish(RunState.SUCCEEDED)
@@ -389,8 +387,7 @@ def _reshape(machine: Machine, event: Reshape) -> Step:
     """Shrinks at once, and only before ranks have seats; grows only when ranks train, after a save
     and after progress.
 
-    Every change but the first therefore follows a failure or newer commits, so the changes come to
-    an end.
+    So every change but the first follows a failure or newer commits, and the changes end.
     """
     smaller = event.shape.world < event.world
     if smaller and machine.phase is RunPhase.LAUNCHING:

@@ -1,5 +1,4 @@
-"""Tests the nodes of a run with each other after a hang that no rank explains, by the processes
-that are between two attempts."""
+"""Tests a run's nodes with each other, by its processes, after a hang that no rank explains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Builds the package of a run's Ray job: raypp's code and the request; no secret, as
-nodes write it to files."""
+"""Builds a run's package for Ray: raypp's code and the request; no secret, as nodes write it."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def build_package(request: RunRequest | None, own: Sequence[tuple[str, bytes]] =
 
     Args:
         request: The run to start; None for a `cluster_call.Call`.
-        own: Files of the user's own kinds; the package's folder is in `sys.path` of every process
-            of the run.
+        own: Files of the user's own kinds; their folder is in `sys.path` of all its processes.
 
     Returns:
         The package's name, a content hash, and its bytes.

@@ -28,8 +28,7 @@ _MOST_NEXT_NODES, _NEXT_NODES_S = 2, 30.0
 @dataclass
 class SpareDevices:
     """Devices reserved in case a node of the run is lost. The run never waits for them. They are
-    requested on nodes that the run does not use; when those have no room, on any node. `count`:
-    bundles, one per rank that can be replaced."""
+    requested on unused nodes, else on any. `count`: bundles, one per rank that can be replaced."""
 
     name: str
     count: int
@@ -100,8 +99,7 @@ class SpareDevices:
 
 @dataclass
 class Placement:
-    """The run's placement group, kept from one attempt to the next. Ray itself moves the bundles of
-    a lost node.
+    """The run's placement group, kept between attempts. Ray itself moves a lost node's bundles.
 
     Args:
         name: Of the group; `name/spares` is that of the spares.

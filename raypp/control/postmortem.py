@@ -39,9 +39,8 @@ def cause_of_worker_death(rank: Rank, ray_error: str, workers: WorkerGroup) -> D
         seen = "it answers again, but Ray has declared it dead" if answers else "it does not answer"
         return Death(FailureKind.NODE_LOST, f"its node {rank.node} is lost: {seen}")
     if answers is False:
-        return Death(
-            FailureKind.NODE_LOST, f"its node {rank.node} does not answer any more; Ray has not declared it dead yet"
-        )
+        cause = f"its node {rank.node} does not answer any more; Ray has not declared it dead yet"
+        return Death(FailureKind.NODE_LOST, cause)
     return cause_of_death(rank.pid, ray_error, _evidence(rank, workers))
 
 
@@ -108,9 +107,7 @@ def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> d
 
 def collect_flight_records(ranks: Sequence[Rank]) -> dict[int, str]:
     """Returns torch's flight records of the ranks that answer, by rank; "" where torch has none."""
-    asked = {
-        rank.actor.flight_record.remote(): rank.rank for rank in ranks if rank.actor is not None and not rank.ended
-    }
+    asked = {one.actor.flight_record.remote(): one.rank for one in ranks if one.actor is not None and not one.ended}
     records: dict[int, str] = {}
     for reference in ray.wait(list(asked), num_returns=len(asked), timeout=_RECORDS_S)[0] if asked else ():
         with contextlib.suppress(RayError):

@@ -262,18 +262,16 @@ def cause_of_death(pid: int, ray_error: str, evidence: DeathEvidence | None) -> 
         return Death(FailureKind.SEGFAULT, f"{who} was ended by {name}{where}: {meaning}", report)
     if evidence is not None and evidence.oom_kills > 0:
         count = f"the kernel's count of out-of-memory kills grew by {evidence.oom_kills}"
-        return Death(
-            FailureKind.OUT_OF_MEMORY, f"{who} was killed (SIGKILL) by the kernel's out-of-memory killer: {count}"
-        )
+        cause = f"{who} was killed (SIGKILL) by the kernel's out-of-memory killer: {count}"
+        return Death(FailureKind.OUT_OF_MEMORY, cause)
     if "SIGTERM" in ray_error:
         return Death(FailureKind.KILLED, f"{who} was ended by SIGTERM")
     code = _EXIT_CODE.search(ray_error)
     if code is not None and int(code[1]):
         return Death(FailureKind.KILLED, f"{who} exited with code {code[1]}")
     doubt = "" if evidence is not None else " (no process of its node was left to find out more)"
-    return Death(
-        FailureKind.KILLED, f"{who} ended without a trace: killed by SIGKILL, or an exit in native code{doubt}"
-    )
+    cause = f"{who} ended without a trace: killed by SIGKILL, or an exit in native code{doubt}"
+    return Death(FailureKind.KILLED, cause)
 
 
 def _place_of_crash(report: str) -> tuple[str, str]:

@@ -27,8 +27,7 @@ _FEW_RANKS = 64
 
 @dataclass
 class RankEnds:
-    """Awaits the ends of an attempt's ranks. `on_unwritten`: called with the reports that an ended
-    rank could not send itself."""
+    """Awaits ranks' ends. `on_unwritten`: gets reports that an ended rank could not send."""
 
     attempt: int
     ranks: list[Rank]
@@ -136,7 +135,6 @@ def answer_to(reference: Any) -> Any:
 
 
 def outcome_timeout_s(ranks: int) -> float:
-    """Returns how long each rank may leave the call for its end unanswered before it is called
-    again. An answer costs the controller a turn, and with it a look at every rank. Ray reports a
-    death without being asked."""
+    """Returns how long a rank may leave the call for its end unanswered before it is called again.
+    An answer costs the controller a turn: a look at every rank. Ray reports deaths unasked."""
     return max(_OUTCOME_S, _OUTCOME_S_PER_RANK * (ranks - _FEW_RANKS))

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -41,9 +40,7 @@ def set_seat_environment(seat: Seat) -> None:
     os.environ.update({key: str(value) for key, value in environment.items()})
     for key, setting in NCCL_OF_TORCH.items():
         os.environ.setdefault(key, setting)  # the job's resources.env may say otherwise
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
     log.setLevel(logging.INFO)
     log.info(
         "rank %d of %d is %s on %s, pid %d, device %s:%d, %s threads, attempt %d",

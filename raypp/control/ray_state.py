@@ -1,5 +1,4 @@
-"""What Ray knows of the cluster: its nodes, those that are lost before Ray notices, and the
-placement groups of runs by their names."""
+"""What Ray knows of the cluster: nodes, those lost unnoticed, and runs' placement groups."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def capacity() -> str:
 
 
 def places(bundle: Mapping[str, float], held: Counter[str], excluded: Collection[str] = ()) -> Counter[str]:
-    """Returns how many bundles each living node can hold, including those the run holds already.
-    `held`: bundles the run holds on each node."""
+    """Returns how many bundles each living node can hold, with those that the run has (`held`)."""
     found = Counter[str]()
     for name, free in free_per_node().items():
         if name not in excluded:

@@ -19,11 +19,10 @@ _USABLE = 0.97
 
 
 def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
-    """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is
-    none. `job`: as the user wrote it. `gpu_bytes`: memory of the smallest GPU that a rank may get;
-    0 if unknown, and on CPUs. Meshes that are planned to need more are left out, because their
-    ranks may refuse it, and that would end the run. The largest mesh stays: it is checked at
-    submission."""
+    """Returns the best mesh for at most `room` ranks, of those the job allows; None if none. `job`:
+    as the user wrote it. `gpu_bytes`: memory of the smallest GPU that a rank may get; 0 if unknown,
+    and on CPUs. Meshes planned to need more are left out, because their ranks may refuse it, and
+    that would end the run. The largest mesh stays: it is checked at submission."""
     wanted, options = shape_of(job), job.recovery.elastic_options
     if options is None:
         return wanted if room >= wanted.world else None
@@ -63,8 +62,7 @@ def shape_of(job: Job) -> Shape:
 
 
 def reshaped(job: Job, shape: Shape) -> Job:
-    """Returns the job on another mesh, with the same rows in every step. `layers_per_stage` holds
-    for the job's own number of stages only."""
+    """Returns the job on another mesh, same rows; `layers_per_stage` holds for as many stages."""
     if shape == shape_of(job):
         return job
     sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}

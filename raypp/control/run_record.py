@@ -38,8 +38,7 @@ _ETA_STEPS = 20
 
 
 class RunRecord:
-    """A run's records, written by one controller process. Thread-safe. `writer`: the recorder's
-    name; no other running writer has it."""
+    """A run's records, written by one controller process. Thread-safe. `writer`: a unique name."""
 
     def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
         self._store = store
@@ -366,8 +365,7 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
 
 def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
     """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
-    `resumed`). `kept`: reused processes of `world`. `memory`: whether ranks keep snapshots in host
-    memory."""
+    `resumed`). `kept`: reused processes of `world`. `memory`: whether ranks snapshot to memory."""
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
@@ -379,8 +377,7 @@ def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memor
 
 
 def adoption_event(attempt: int, ranks: Iterable[Rank], since: float) -> Event:
-    """A restarted controller takes over the ranks of a running attempt. `since`: when the earlier
-    one last wrote, in seconds since 1970."""
+    """A new controller takes over running ranks. `since`: its last record, in s since 1970."""
     living = [rank for rank in ranks if not rank.ended]
     ran = f"{len(living)} ranks of attempt {attempt} kept running without it"
     message = f"the controller restarted; {ran} since {date_and_clock(since)}"

@@ -1,5 +1,4 @@
-"""What the leader looks after while there is an attempt: hangs, preemptions and spares. The mesh is
-another such thing (`ElasticSizing`)."""
+"""What the leader watches in an attempt: hangs, preemptions, spares (mesh: `ElasticSizing`)."""
 
 from __future__ import annotations
 

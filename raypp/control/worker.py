@@ -54,12 +54,10 @@ _INTERVAL_S_PER_RANK = 0.03
 
 
 class Worker:
-    """One process of a run. Ray calls its methods in their own threads; the rank runs in another
-    one.
+    """One process of a run. Ray calls its methods in threads of their own; the rank has another.
 
-    It has one seat at a time, and none between two attempts, so imports and connections are paid
-    for once. Without a controller for `orphan_timeout_s` it saves, exits, and removes the run's
-    placement groups.
+    It has one seat at a time, none between attempts: imports and connections are paid once. Without
+    a controller for `orphan_timeout_s` it saves, exits and removes the run's groups.
 
     Args:
         request: Of its run. The module of a `rank_function` may have a `leave(seat)`, which
@@ -121,9 +119,8 @@ class Worker:
             self._thread.start()
 
     def outcome(self, attempt: int, timeout_s: float = 30.0) -> RankEnd | None:
-        """Returns how the rank of an attempt ended; None when it is still running after
-        `timeout_s`. May be called again, also by a restarted controller; an earlier call then
-        returns None."""
+        """Returns how an attempt's rank ended; None if it still runs after `timeout_s`. May be
+        called again, also by a restarted controller; an earlier call then returns None."""
         self._orphan_watch.answered(time.monotonic())
         with self._changed:
             asked = self._asked = self._asked + self._is_in(attempt)
@@ -298,8 +295,7 @@ class Worker:
             if busy and self._reporter is not None:
                 self._reporter.request_stop()
                 self._changed.wait_for(lambda: self._end is not None, _LAST_SAVE_S)
-        # Removing the groups kills workers that still save, so an idle worker gives the others time
-        # to do it first.
+        # Removing the groups kills workers that still save: an idle one gives others time first.
         end = time.monotonic() + (_OTHERS_LAST_SAVE_S if busy else _LAST_SAVE_S + 2 * _OTHERS_LAST_SAVE_S)
         with contextlib.suppress(Exception):
             while time.monotonic() < end and holds_devices(self._cluster_name):
@@ -334,9 +330,8 @@ def unreported_end(error: BaseException, seat: Seat) -> RankFailure:
 
 
 def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
-    """Returns the kind of failure of an exception, and the cause as text. An exception declares its
-    kind (`RayppError.failure_kind`). When that is only a symptom, or when it declares none, the
-    exceptions that caused it count, too."""
+    """Returns an exception's kind of failure, declared as `RayppError.failure_kind`, and the cause
+    as text. If that is a symptom, or it declares none, the exceptions that caused it count, too."""
     declared = error.failure_kind if isinstance(error, RayppError) else None
     text = origin_in_words(error)
     if declared is not None and not declared.traits.symptom:
@@ -376,8 +371,7 @@ def exit_if_ended() -> None:
     try:
         ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        # Ray also raises this after most errors of the head. The list is the head's answer, or
-        # raises.
+        # Ray raises this after most errors of the head, too. The list is its answer, or raises.
         if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
             return
         say("Ray no longer has this actor: its process exits")

@@ -1,5 +1,4 @@
-"""The keys of the job file whose value names a kind, the names that each of them accepts, and the
-files of a user's own kinds."""
+"""The job file's keys that name kinds, the names each accepts, and files of a user's own kinds."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def own_files(job: Job) -> list[tuple[str, bytes]]:
     """Returns the files of the modules that a job names as `module.path:function`.
 
     Each is (path below a folder of `sys.path`, content). A module in a package brings the whole
-    package. Installed modules (in site-packages) bring nothing: like raypp's dependencies, they
-    must be installed on every node.
+    package. Installed modules (in site-packages) bring nothing: every node must have them.
 
     Raises:
         JobError: The files are too many or have more than `MOST_BYTES`, or one cannot be read.

@@ -56,8 +56,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
 
 def check_training(job: Job) -> list[Problem]:
     """Returns the problems of adapters, precision, optimizer and samples. Reads no file. `job`: a
-    job in which `check_spec` found no problem, with another mesh, other lengths of rows, or other
-    values of these options."""
+    job in which `check_spec` found no problem, with another mesh, row length, or such values."""
     sample = _sample(job, known_source(job.data.kind)) if job.train.sample is not None else ()
     return [*_lora(job), *_optimizer(job), *_sync(job), *sample]
 
@@ -77,8 +76,7 @@ def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
 
 
 def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
-    """Checks that a user's own module can be found, its source parsed, and its declaration read.
-    Does not import it, which may take seconds."""
+    """Checks, without a slow import, that a user's own module is there, parses, and declares."""
     module = value.partition(":")[0]
     try:
         if not is_module(module):
@@ -117,9 +115,8 @@ def _elastic(job: Job) -> Iterator[Problem]:
     most = world if options.max_ranks is None else min(options.max_ranks, world)
     if options.min_ranks > most:
         fault = f"{options.min_ranks} is more than the {most} ranks that the run may use"
-        yield Problem(
-            "recovery.elastic.min_ranks", fault, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
-        )
+        fix = f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
+        yield Problem("recovery.elastic.min_ranks", fault, fix)
 
 
 MOST_INT8_REPLICAS, MOST_INT4_REPLICAS = 7, 15

@@ -24,8 +24,7 @@ class Weight:
     """One parameter.
 
     Attributes:
-        name: Name within its layer (`self_attn.q_proj.weight`), or within the model if it belongs
-            to no layer.
+        name: Name within its layer (`self_attn.q_proj.weight`), or the model if it is of no layer.
         shape: Shape of the whole parameter: `[out, in]` for a matrix, `[E, out, in]` for a stack of
             experts' matrices, `[E, out]` for one of their biases.
         part: The block that it belongs to. Each token is multiplied by all matrices, but only by
@@ -36,8 +35,7 @@ class Weight:
         transposed: Its last two dims are in and out.
         initial: All its initial values. `decay`: logarithms of numbers uniform in 0.01 to 16. None:
             1 for gains, 0 for biases, else random.
-        fp32: It is trained in fp32 with `bf16_pure`, too. There are few of them, and bf16 is too
-            coarse for their updates.
+        fp32: Trained in fp32 with `bf16_pure`, too: few, and bf16 is too coarse for updates.
         joins: The rows of each of the parts that follow each other in it. The ranks of a tp group
             divide every part; with `residual` its columns. (): each has it whole.
     """
@@ -59,8 +57,7 @@ class Weight:
 @dataclass(frozen=True)
 class Only:
     """The values of a config.json key that raypp supports. Any other value is refused by name.
-    `values`: the supported values. None also stands for a missing key. `written`: whether export
-    writes the last of them to config.json."""
+    `values`: None also stands for a missing key. `written`: whether export writes the last."""
 
     values: tuple[Any, ...]
     written: bool = True
@@ -102,8 +99,7 @@ EXACT = {
 class HfFormat:
     """A family's config.json: every key that is read or written and affects results.
 
-    Most families share most keys. A family overrides those that differ: `{**SIZES, "num_layers":
-    "n_layers"}`.
+    Most families share most keys, and override others: `{**SIZES, "num_layers": "n_layers"}`.
 
     Attributes:
         model_type: The family's name in config.json.

@@ -59,9 +59,8 @@ class IncompleteJobError(JobError):
 
 
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
-    """Loads a job file. `overrides`: `section.key=value` overrides that replace values of the file.
-    Raises JobError: all problems of the file and the overrides. An `IncompleteJobError` if the rest
-    of the job is valid."""
+    """Loads a job file. `overrides`: `section.key=value`, instead of values of the file. Raises
+    JobError: all problems of both; `IncompleteJobError` if the rest is valid."""
     path = Path(path)
     document = read_document(_read(path), str(path))
     if document.problems and document.value is None:
@@ -108,9 +107,7 @@ def _include(document: Document, path: Path) -> None:
         raise JobError(base.problems or Problem("", fault, "write sections such as `model:`", f"{source}:1"))
     if base.value.get("include") is not None:
         circle = path.absolute().resolve() == (source.parent / str(base.value["include"])).absolute().resolve()
-        fault = (
-            f"{path} includes this file: a circle" if circle else f"{path} includes this file, which may include none"
-        )
+        fault = f"{path} includes this file{': a circle' if circle else ', which may include none'}"
         raise JobError(Problem("include", fault, "write the values into one of the two", base.where[("include",)]))
     _merge(base.value, document.value, (), base.where, document.where)
     document.value, document.problems = base.value, [*base.problems, *document.problems]

@@ -79,9 +79,8 @@ def kinds_with(options: type[DecoderOptions]) -> list[str]:
 
 
 def model_options(value: Any) -> type[DecoderOptions]:
-    """Returns the options class of a `model:` section, given as a mapping or as options. An unknown
-    kind gets the plain decoder's class, so that its other keys are still checked. `job.checks`
-    refuses the kind itself."""
+    """Returns the options class of a `model:` section, a mapping or options. An unknown kind, which
+    `job.checks` refuses, gets the plain decoder's class, so that its other keys are checked."""
     kind = value.get("kind", "llama") if isinstance(value, dict) else getattr(value, "kind", "llama")
     if not isinstance(kind, str):
         return DecoderOptions

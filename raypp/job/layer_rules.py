@@ -1,5 +1,4 @@
-"""How a layer mixes tokens: how its attention differs from plain causal attention, or the sizes of
-the gated delta rule that it has instead."""
+"""How a layer mixes tokens: its attention's rules, or sizes of the gated delta rule instead."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Limits of a job: of its text, and of its numbers. No real job comes near them. A number within
-its limit can still be wrong; but nothing that raypp does with it overflows, takes all memory or
-takes longer than seconds."""
+"""Limits of a job's text and numbers. No real job comes near them. A number within its limit can be
+wrong; but nothing done with it overflows, takes all memory or longer than seconds."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from raypp.job.section import section_of
 
 
 def parse_job(mapping: Mapping[str, Any]) -> Job:
-    """Makes a job from plain values, for example from `job_document`. Leaves paths as they are.
-    Raises JobError: all problems of the values."""
+    """Makes a job of plain values, paths as they are. Raises JobError: all problems."""
     job, problems = validated(mapping)
     if job is None:
         raise JobError(problems)

@@ -1,13 +1,11 @@
-"""`model.lora`: its adapters' names and shapes, and the quantised matrices (`base`), both derived
-from what the family declares. No torch.
+"""`model.lora`: adapters' names and shapes, quantised matrices (`base`), as the family declares.
 
 The matrix `self_attn.q_proj.weight` `[out, in]` gets `self_attn.q_proj.lora_A.weight` `[r, in]` and
 `self_attn.q_proj.lora_B.weight` `[out, r]`. The stack `mlp.experts.up_proj` `[E, out, in]` gets
 `mlp.experts.lora_A.up_proj` `[E, r, in]` and `mlp.experts.lora_B.up_proj` `[E, out, r]`. A stack
 `[E, in, out]` gets the same.
 
-A matrix is quantised row by row, so no cut between rows changes a bit of it. The layout of a row is
-in `raypp.stages.models.quantised_rows`.
+A matrix is quantised by rows, so cuts between rows change no bit (`stages.models.quantised_rows`).
 """
 
 from __future__ import annotations
@@ -151,8 +149,7 @@ def is_norm(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def trains(options: DecoderOptions, layers: range, *, first: bool = False, last: bool = False) -> bool:
-    """Whether a stage has parameters that are trained. `first`: it has the embedding. `last`: it
-    has the final norm and the head."""
+    """Whether a stage trains. `first`: it has the embedding. `last`: final norm and head."""
     ends = (first and trains_part(options, "embed_tokens")) or (last and trains_part(options, "lm_head"))
     norms = trains_part(options, "norms") and (last or len(layers) > 0)
     return ends or norms or options.lora is None or any(layer_adapters(options, index) for index in layers)
@@ -217,8 +214,7 @@ def one_in_files(matrix: str) -> bool:
 
 
 def in_files(module: str) -> str:
-    """Returns the name that a matrix has in Hugging Face's files, which name no block of Gemma 4's
-    experts."""
+    """Returns a matrix's name in Hugging Face's files, which name no block of Gemma 4's experts."""
     return module.replace(".fused_", ".").replace(".moe.", ".")
 
 

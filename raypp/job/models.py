@@ -1,5 +1,4 @@
-"""The `model:` section: the keys that every decoder has, and those that experts add. The families
-themselves are in `raypp/job/families/`."""
+"""The `model:` section: every decoder's keys, and experts'. Families: `raypp/job/families/`."""
 
 from __future__ import annotations
 
@@ -321,15 +320,13 @@ class RouterOptions(MoeOptions):
     def _whole_groups(self) -> Self:
         each, rest = divmod(self.num_experts, self.expert_groups)
         if rest or (self.expert_groups > 1 and each < 2):
-            raise ValueError(
-                f"num_experts {self.num_experts} are not expert_groups {self.expert_groups} of two or more each"
-            )
+            fault = f"num_experts {self.num_experts} are not expert_groups {self.expert_groups} of two or more each"
+            raise ValueError(fault)
         if self.chosen_groups > self.expert_groups:
             raise ValueError(f"chosen_groups {self.chosen_groups} of expert_groups {self.expert_groups}")
         if self.experts_per_token > self.chosen_groups * each:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} are more than chosen_groups {self.chosen_groups} have"
-            )
+            fault = f"experts_per_token {self.experts_per_token} are more than chosen_groups {self.chosen_groups} have"
+            raise ValueError(fault)
         if self.router_bias_rate and self.lora is not None:
             raise ValueError("router_bias_rate: adapters are trained beside weights that stay, set it to 0")
         return self

@@ -15,8 +15,7 @@ KeyPath = tuple[str | int, ...]
 class Section(BaseModel):
     """Base class of the sections of the job file. Unknown keys are errors. Immutable."""
 
-    # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
-    # for them.
+    # defer_build: pydantic builds validators on first use, so that `raypp --help` need not wait.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 

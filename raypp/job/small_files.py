@@ -25,9 +25,8 @@ _OF_MODEL = ("generation_config.json", "config.json")
 
 
 def small_files(*documents: Mapping[str, Any]) -> dict[tuple[str, Path], dict[str, bytes]]:
-    """Reads the small files that resolved jobs name on this machine. Returns per key and path the
-    contents, by `stored_name`, of the file and a tokenizer's others; none if too large to
-    travel."""
+    """Reads the small files that resolved jobs name on this machine. Returns per key and path
+    contents by `stored_name`, of the file and a tokenizer's others; none if too large."""
     found, left = dict[tuple[str, Path], dict[str, bytes]](), MOST_BYTES
     for document, (section, key) in ((document, at) for document in documents for at in KEYS):
         value = str((document.get(section) or {}).get(key))

@@ -60,8 +60,7 @@ def tokenizer_path(name: str) -> Path:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Returns the content of the file that `data.tokenizer` names. Raises DataError: it is missing,
-    is not a regular file, or is too large."""
+    """Reads `data.tokenizer`'s file. Raises DataError: it is missing, irregular or too large."""
     return read_file(path, BOUNDS.size, DataError, _KEY)
 
 

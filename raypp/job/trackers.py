@@ -38,10 +38,9 @@ def check_trackers(job: Job) -> Iterator[Problem]:
 
 
 def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool) -> list[Problem]:
-    """Returns what the job's trackers lack: a library, a key, an address, a folder. `job`: a job in
-    which `check_spec` found no problem. `environment`: the variables that its processes will have.
-    `here`: whether its trackers run on this machine, with this Python: then their libraries and
-    folders must be here."""
+    """Returns what the job's trackers lack: a library, a key, an address, a folder. `job`: one that
+    `check_spec` found right. `environment`: variables of its processes. `here`: whether its
+    trackers run on this machine, with this Python: then libraries and folders must be here."""
     problems = []
     environment = {**environment, **job.resources.env}
     for key, kind, options in _known(job):
@@ -54,9 +53,7 @@ def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool
         if kind.checks:
             assert isinstance(kind.builder, str)
             check = load_object(f"{kind.builder.partition(':')[0]}:check")
-            problems += [
-                replace(problem, key=f"{key}.{problem.key}".rstrip(".")) for problem in check(options, environment)
-            ]
+            problems += [replace(one, key=f"{key}.{one.key}".rstrip(".")) for one in check(options, environment)]
     return problems
 
 

@@ -198,9 +198,8 @@ def device_problems(
         problems.append(Problem("train.fp8.experts", what, "use false, or other cards"))
     if card.capability < (since := job.train.dtypes.since):
         what = f"{has}; {job.train.dtypes.name} needs {since[0]}.{since[1]} or newer"
-        problems.append(
-            Problem("train.precision", what, f"use train.precision {auto_on(card.capability)}, or other cards")
-        )
+        fix = f"use train.precision {auto_on(card.capability)}, or other cards"
+        problems.append(Problem("train.precision", what, fix))
     if job.train.compiles and compiler is None:
         what = f"{where}: torch.compile needs a C compiler, and neither $CC nor cc, gcc or clang is there"
         fix = "install one on that node (apt-get install gcc libc6-dev), or set train.compile false"

@@ -74,9 +74,7 @@ class Injection:
     """The faults of one rank in one seat."""
 
     def __init__(self, faults: Iterable[Fault], seat: Seat, last_step: int) -> None:
-        self._left = [
-            fault for fault in faults if fault.rank in (None, seat.rank) and fault.attempt in (0, seat.attempt)
-        ]
+        self._left = [one for one in faults if one.rank in (None, seat.rank) and one.attempt in (0, seat.attempt)]
         self._last_step = last_step
         self._step = self._first = 0
         self._lock = threading.Lock()

@@ -38,9 +38,8 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
 
 
 def seat_from_environment(job: Job) -> Seat:
-    """Returns this process's seat from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, …). Its
-    attempt is 0 until one is claimed. Raises JobError: a variable of torchrun is missing, or its
-    world size is not the mesh's."""
+    """Returns this process's seat from torchrun's variables (RANK, WORLD_SIZE, …). Its attempt is 0
+    until claimed. Raises JobError: a variable is missing, or the world size is not the mesh's."""
     environment = os.environ
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:

@@ -59,13 +59,8 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
     if url.lower().startswith("file:"):
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise JobError(
-                Problem(
-                    "checkpoint.url",
-                    f"{url!r} names the host {parts.netloc!r}",
-                    f"use file:///{parts.netloc}{parts.path}",
-                )
-            )
+            fault = f"{url!r} names the host {parts.netloc!r}"
+            raise JobError(Problem("checkpoint.url", fault, f"use file:///{parts.netloc}{parts.path}"))
         path = unquote(parts.path)
     return DirectoryStore(expand_home(path).absolute())
 
@@ -213,13 +208,8 @@ class DirectoryStore:
         if path.parent not in (self.root, run):
             folder = os.path.realpath(path.parent)
             if not Path(folder).is_relative_to(os.path.realpath(run)):
-                raise StoreError(
-                    Problem(
-                        f"{self.url}/{key}",
-                        f"lies outside of {run}: a link leads to {visible(folder)}, where raypp changes nothing",
-                        "replace the link by a folder",
-                    )
-                )
+                fault = f"lies outside of {run}: a link leads to {visible(folder)}, where raypp changes nothing"
+                raise StoreError(Problem(f"{self.url}/{key}", fault, "replace the link by a folder"))
         return path
 
     def _temporary(self) -> Path:
@@ -336,19 +326,15 @@ class DirectoryStore:
         url = f"{self.url}/{key}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             refused = visible(str(_refused_at(error, self.root)))
-            return AccessRefused(
-                Problem(url, f"not allowed: {error.strerror}", f"let this user read and write {refused}")
-            )
+            fix = f"let this user read and write {refused}"
+            return AccessRefused(Problem(url, f"not allowed: {error.strerror}", fix))
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(
                 Problem(url, "the disk is full", "free some space, lower checkpoint.keep, or use another directory")
             )
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
-            return StoreError(
-                Problem(
-                    url, f"a file is where a folder is needed, or the reverse: {error}", "use another checkpoint.url"
-                )
-            )
+            fault = f"a file is where a folder is needed, or the reverse: {error}"
+            return StoreError(Problem(url, fault, "use another checkpoint.url"))
         return StoreError(Problem(url, f"{error}", "check that this machine can reach the directory"))
 
 
@@ -386,8 +372,7 @@ def _link(incoming: Path, path: Path) -> None:
     try:
         os.link(incoming, path)
     except FileExistsError:
-        # NFS repeats a request whose response was lost, and then finds its own link: the file has
-        # two names.
+        # NFS repeats a request whose response was lost, and finds its own link: two names.
         if incoming.stat().st_nlink != 2 or not path.samefile(incoming):
             raise
     except OSError as error:
@@ -397,8 +382,7 @@ def _link(incoming: Path, path: Path) -> None:
 
 
 def _create_exclusively(incoming: Path, path: Path) -> None:
-    """Creates the file exclusively, where there are no hard links. One of several writers wins. A
-    reader may see an incomplete file."""
+    """Creates the file exclusively, without hard links; a reader may see an incomplete file."""
     data, mode = incoming.read_bytes(), stat.S_IMODE(incoming.stat().st_mode)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:

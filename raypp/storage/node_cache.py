@@ -46,13 +46,9 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
             if not entry.is_dir():
                 _make(entry, make)
     except OSError as error:
-        raise DataError(
-            Problem(
-                "data.path",
-                f"cannot write the cache at {entry.parent}: {error.strerror or error}",
-                "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a writable directory",
-            )
-        ) from error
+        fault = f"cannot write the cache at {entry.parent}: {error.strerror or error}"
+        fix = "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a writable directory"
+        raise DataError(Problem("data.path", fault, fix)) from error
     return own_folder(entry)
 
 

@@ -79,8 +79,7 @@ class Pace:
         return self._bucket.yielded_s
 
     def take(self, size: int) -> None:
-        """Waits until `size` bytes may be sent. Unused time does not accumulate. Raises Abandoned:
-        the upload must stop."""
+        """Waits until `size` bytes may be sent; unused time is lost. Raises Abandoned: stop."""
         self._check()
         if self.bytes_per_s:
             self._wait(size)

@@ -1,7 +1,6 @@
 """An S3 bucket as a store, on AWS or any compatible server.
 
-Objects are created exactly once by If-None-Match, or by bids if the server ignores that, as a probe
-shows.
+Objects are created exactly once by If-None-Match; by bids if a probe shows that it is ignored.
 
 Settings come from the usual sources (docs/storage.md lists them): AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's
@@ -120,13 +119,8 @@ class ConditionNotSupported(StoreError):
 def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
     match = _URL.match(url)
     if match is None:
-        raise JobError(
-            Problem(
-                "checkpoint.url",
-                f"{url!r} is not of the form s3://bucket/prefix",
-                "use a bucket name of 3 to 63 characters from a-z 0-9 . -",
-            )
-        )
+        fault = f"{url!r} is not of the form s3://bucket/prefix"
+        raise JobError(Problem("checkpoint.url", fault, "use a bucket name of 3 to 63 characters from a-z 0-9 . -"))
     if match["bucket"].endswith("--x-s3"):
         raise JobError(
             Problem(
@@ -282,12 +276,8 @@ class S3Store:
         answer = self.send(names[0][len(self._below) :], "delete_objects", Delete=wanted)
         for refused in answer.get("Errors", []):
             if refused.get("Code") not in ("NoSuchKey", "404"):
-                raise StoreError(
-                    Problem(
-                        f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
-                        f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
-                    )
-                )
+                fault = f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}"
+                raise StoreError(Problem(f"s3://{self.bucket}/{in_brief(refused.get('Key'))}", fault))
 
     def _delete_singly(self, names: Sequence[str]) -> None:
         def delete(name: str) -> None:
@@ -363,14 +353,12 @@ class S3Store:
                         return
                     raise AlreadyExists(Problem(f"{self.url}/{key}", "already exists")) from None
                 if status == 501 or (status == 400 and code_of(error) in _CONDITION_UNKNOWN):
-                    raise ConditionNotSupported(
-                        Problem(self.url, f"the server rejected If-None-Match: {error}")
-                    ) from None
+                    fault = f"the server rejected If-None-Match: {error}"
+                    raise ConditionNotSupported(Problem(self.url, fault)) from None
                 in_doubt = in_doubt or status != CONFLICT
                 raise
 
-        # 409: another conditional write of the key is in progress (AWS). It decides; retry after
-        # it.
+        # 409: another conditional write of the key is under way (AWS). It decides; retry then.
         self.ask(key, write, also=lambda error: status_of(error) == CONFLICT)
 
     def send(self, key: str, operation: str, **request: Any) -> Any:
@@ -495,13 +483,9 @@ def create_by_bids(store: S3Store, key: str, data: Data, dead_bid_s: float = DEA
     finally:
         if placed:
             store.delete([bid])
-    raise StoreError(
-        Problem(
-            f"{store.url}/{key}",
-            f"other writers have been bidding for it for {5 * dead_bid_s:.0f} s",
-            f"if no run uses it, delete what is below {store.url}/{folder}",
-        )
-    )
+    fault = f"other writers have been bidding for it for {5 * dead_bid_s:.0f} s"
+    fix = f"if no run uses it, delete what is below {store.url}/{folder}"
+    raise StoreError(Problem(f"{store.url}/{key}", fault, fix))
 
 
 def _singly(url: str) -> Problem:

@@ -1,8 +1,7 @@
 """Creates boto3 clients from the usual settings for AWS and compatible servers, and translates
 their errors into messages with a fix.
 
-Clients are renewed when their credentials expire. docs/storage.md lists the settings. Each S3 store
-has one `S3Clients`.
+An S3 store has one `S3Clients`, renewed when credentials expire. docs/storage.md lists settings.
 """
 
 from __future__ import annotations
@@ -172,21 +171,12 @@ class S3Clients:
                 client.meta.events.register_last("before-parameter-build.s3", _follow_no_redirect)
             return client, None if self._keys else _identity(core.get_credentials())
         except CredentialRetrievalError as error:
-            raise AccessRefused(
-                Problem(
-                    f"AWS_PROFILE={os.environ.get('AWS_PROFILE', 'default')}",
-                    f"cannot get new credentials: {error}",
-                    "run the profile's credential_process by hand to see its error",
-                )
-            ) from error
+            where = f"AWS_PROFILE={os.environ.get('AWS_PROFILE', 'default')}"
+            fix = "run the profile's credential_process by hand to see its error"
+            raise AccessRefused(Problem(where, f"cannot get new credentials: {error}", fix)) from error
         except (BotoCoreError, ValueError) as error:
-            raise JobError(
-                Problem(
-                    "",
-                    f"the AWS settings are invalid: {error}",
-                    "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION",
-                )
-            ) from error
+            fault = f"the AWS settings are invalid: {error}"
+            raise JobError(Problem("", fault, "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION")) from error
 
 
 @cache
@@ -214,8 +204,7 @@ def _config(timeout_s: float, style: str | None, checksums: str | None, direct: 
     return Config(
         connect_timeout=min(CONNECT_S, timeout_s),
         read_timeout=timeout_s,
-        # raypp retries by itself: botocore would repeat a conditional write that has taken effect,
-        # and report that the object exists.
+        # raypp retries: botocore repeats a conditional write that took effect, then says `exists`.
         retries={"mode": "standard", "total_max_attempts": 1},
         max_pool_connections=CONNECTIONS,
         **settings,
@@ -438,23 +427,14 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
             )
         )
     if isinstance(error, CredentialRetrievalError):
-        return AccessRefused(
-            Problem(
-                store.url, f"cannot get new credentials: {in_brief(error)}", "check the profile that AWS_PROFILE names"
-            )
-        )
+        fault = f"cannot get new credentials: {in_brief(error)}"
+        return AccessRefused(Problem(store.url, fault, "check the profile that AWS_PROFILE names"))
     if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
-        return StoreError(
-            Problem(
-                url,
-                f"the response is damaged: {in_brief(error)}{after}",
-                "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently",
-            )
-        )
+        fix = "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently"
+        return StoreError(Problem(url, f"the response is damaged: {in_brief(error)}{after}", fix))
     if is_incomplete_response(error):
-        return StoreError(
-            Problem(url, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
-        )
+        fault = f"was cut off in transit: {in_brief(error)}{after}"
+        return StoreError(Problem(url, fault, "check the server and the network"))
     if isinstance(error, (BotoCoreError, HTTPError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
@@ -503,9 +483,8 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
             )
         )
     if status == 301 or code in _MOVED:
-        return StoreError(
-            Problem(place, f"the bucket is in another region: {message}", "set AWS_REGION to the bucket's region")
-        )
+        fault = f"the bucket is in another region: {message}"
+        return StoreError(Problem(place, fault, "set AWS_REGION to the bucket's region"))
     fault = f"the server{at} answered {status} {code}: {message}{after}"
     if status == 429 or (status >= 500 and status not in _STAYING):
         return StoreError(Problem(place, fault, "try again later; check the server if it persists"))

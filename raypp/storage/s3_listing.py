@@ -37,8 +37,7 @@ def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
 
 
 def lacks_times(page: Any) -> bool:
-    """Returns whether a page has objects without a time. rclone lists those without it that are
-    being written or deleted at that moment."""
+    """Returns whether a page has objects without a time, as rclone's in the making or deletion."""
     entries = page.get("Contents") if isinstance(page, dict) else None
     return isinstance(entries, list) and any(isinstance(one, dict) and "LastModified" not in one for one in entries)
 

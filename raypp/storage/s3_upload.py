@@ -197,12 +197,10 @@ class PartBody:
 def prepare_client(client: S3Client) -> None:
     """Makes a client send `PartBody`s under their rate limit, with low priority where possible.
     Must be called before the client's first request."""
-    # The signer listens to this event too; "last" on one operation's own event would still precede
-    # it.
+    # The signer listens to this event too; "last" on an operation's own event still precedes it.
     client.meta.events.register_first("request-created.s3", _signing)
     client.meta.events.register_last("request-created.s3", _sending)
-    # botocore has no setting for socket options; its session passes this list to every new
-    # connection.
+    # botocore has no setting for socket options; its session passes this list to new connections.
     options = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_socket_options", None)
     if isinstance(options, list):
         options.extend(low_priority_options())
@@ -292,8 +290,7 @@ class UploadSums:
                 # As boto3 does, which omits the body from the signature only under TLS.
                 return True, str(client.meta.endpoint_url).startswith("https:")
             blind = takes(client, (400,), _PROBE, wrong)
-            # 400 may also mean that the server does not know the header: then it must not be sent
-            # either.
+            # 400 may also mean that the server does not know the header: then it must not be sent.
             compares = not blind and takes(client, (400,), _PROBE, right)
             unsigned = compares and takes(client, _REFUSALS, body, right)
             if blind or compares:

@@ -1,8 +1,7 @@
 """The interface of object stores, its errors, and how long requests to a failing one are retried.
 
-A store is a flat map from keys to bytes. An object appears complete or not at all, and is never
-changed in place. Keys are relative to the store's URL. No key may be a folder of another (`a` next
-to `a/b`).
+A store is a flat map from keys to bytes. An object appears complete or not at all, and never
+changes. Keys are relative to the store's URL. No key may be a folder of another (`a` and `a/b`).
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class Unfinished:
     Attributes:
         key: The key of the object to be created, relative to the store's URL.
         id: The store's identifier of the write.
-        started: When it began, in seconds since 1970 by the store's clock. Do not compare it with
-            other clocks.
+        started: When it began, in seconds since 1970 by the store's clock; compare with no other.
     """
 
     key: str
@@ -162,9 +160,8 @@ def check_key(key: str) -> str:
     or has an empty, `.` or `..` part or a control character."""
     problem = problem_of_key(key)
     if problem:
-        raise JobError(
-            Problem("", f"object key {key!r} {problem}", "use a relative key such as run/step-00000001/COMMIT")
-        )
+        fix = "use a relative key such as run/step-00000001/COMMIT"
+        raise JobError(Problem("", f"object key {key!r} {problem}", fix))
     return key
 
 
@@ -195,9 +192,8 @@ class ForeignNames:
 
 
 def too_large(place: str, size: int) -> StoreError:
-    return StoreError(
-        Problem(place, f"has {size:,} bytes; at most {MOST_WHOLE_BYTES:,} are read at once", "check who wrote it")
-    )
+    fault = f"has {size:,} bytes; at most {MOST_WHOLE_BYTES:,} are read at once"
+    return StoreError(Problem(place, fault, "check who wrote it"))
 
 
 def check_prefix(prefix: str) -> str:
@@ -221,13 +217,8 @@ def probe_by_writing(store: ObjectStore) -> None:
             store.put(key, secrets.token_bytes(16), if_absent=True)
         except AlreadyExists:
             return
-        raise StoreError(
-            Problem(
-                store.url,
-                "a conditional write replaced an existing object: commits are not safe on this store",
-                "use AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
-            )
-        )
+        fault = "a conditional write replaced an existing object: commits are not safe on this store"
+        raise StoreError(Problem(store.url, fault, "use AWS S3, SeaweedFS, Ceph, MinIO, or a directory"))
     finally:
         store.delete([key])
 
@@ -295,8 +286,7 @@ class Patience:
 
     def pauses(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, until `total_s` after the first `next`."""
-        # At least half of each pause is certain, so that retries do not hit an overloaded server at
-        # once.
+        # Half of each pause is certain, so that retries do not hit an overloaded server at once.
         return Backoff(self.total_s, _FIRST_S, _LONGEST_S, jitter=0.5).pauses()
 
 

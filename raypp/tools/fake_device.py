@@ -130,8 +130,7 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
     """Makes this process that rank of a world whose other ranks do not exist; yields its device."""
     if not hasattr(torch, NAME):
         register_fake_device(NAME, Module())
-        # One kernel each, as on CUDA; torch computes them from several on other devices. Fake
-        # tensors do not call it.
+        # One kernel each, as on CUDA; elsewhere torch takes several. Fake tensors do not call it.
         for name in ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward"):
             _KERNELS.impl(name, lambda *_: None, "PrivateUse1")  # type: ignore[no-untyped-call]
         _KERNELS.impl("record_stream", lambda memory, stream: None, "Meta")  # type: ignore[no-untyped-call]

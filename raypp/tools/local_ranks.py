@@ -21,8 +21,7 @@ _CAUSE_S = 5.0
 
 
 def run_ranks(world: int, function: RankFunction, *arguments: Any, tell: Tell = lambda _report: None) -> Any:
-    """Runs a function in `world` new processes, or in this one if it is alone, and waits for all.
-    They end with this process.
+    """Runs a function in `world` processes that end with this one, or here if alone; waits for all.
 
     Args:
         function: A function of a module that processes can import.

@@ -127,9 +127,7 @@ class Meter:
                             pairs.append(pair)
                     for stage in self._stages:
                         stage.zero_grad()
-        return [
-            (statistics.median(one for one, _ in pairs), statistics.median(two for _, two in pairs)) for pairs in taken
-        ]
+        return [(statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)) for pairs in taken]
 
 
 def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:

@@ -77,9 +77,8 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
         raise error(Problem(where, f"{named}does not exist", fix or "check the path")) from None
     except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-        raise error(
-            Problem(where, f"{named}cannot be opened: {reason}", fix or "check the path and its permissions")
-        ) from None
+        fault = f"{named}cannot be opened: {reason}"
+        raise error(Problem(where, fault, fix or "check the path and its permissions")) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -162,9 +161,7 @@ def _tree(root: str) -> Iterator[tuple[str, list[str]]]:
     top, seen = Path(root).resolve(), set[Path]()
     for folder, folders, names in os.walk(root, followlinks=True):
         here = Path(folder)
-        folders[:] = [
-            name for name in sorted(folders) if not name.startswith(".") and not _again(here / name, top, seen)
-        ]
+        folders[:] = [one for one in sorted(folders) if not one.startswith(".") and not _again(here / one, top, seen)]
         yield folder, [str(here / name) for name in names if not name.startswith(".")]
 
 

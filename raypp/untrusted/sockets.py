@@ -2,8 +2,7 @@
 are HMAC-SHA-256 over random numbers of both sides. Until then a peer gets no thread, 80 bytes of
 memory and a few seconds. What follows is not encrypted.
 
-Values in torch's key-value store, which everybody who reaches its port may read and write, are
-signed with such a secret."""
+Values in torch's key-value store, open to all who reach its port, are signed with such a secret."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ def dashboard_url(address: str) -> str:
     except ValueError:
         usable = None
     if not usable or parts.hostname is None:
-        raise JobError(
-            Problem("--address", f"{address!r} is not a dashboard's address", "use http://host:8265 or host:8265")
-        )
+        fault = f"{address!r} is not a dashboard's address"
+        raise JobError(Problem("--address", fault, "use http://host:8265 or host:8265"))
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     if port is None and parts.scheme == "http":
         port = 8265
@@ -266,8 +265,7 @@ class Dashboard:
             nodes.append(
                 NodeResources(
                     node_id,
-                    # The fields outside "raylet" come from the node's agent, seconds after the node
-                    # itself.
+                    # Fields outside "raylet" come from the node's agent, seconds after the node.
                     str(raylet.get("nodeManagerAddress") or entry.get("ip", "")),
                     str(raylet.get("nodeManagerHostname") or entry.get("hostname", "")),
                     cpus,

@@ -84,8 +84,7 @@ def lend_settings_of(*addresses: str | None) -> None:
 
 
 def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:
-    """Returns the dashboard's URL. `auto` is the embedded cluster, or one that `ray start --head`
-    started on this machine."""
+    """Returns the dashboard's URL. `auto`: the embedded one, or one of `ray start` here."""
     if address.strip().lower() == "auto":
         return embedded.dashboard if embedded is not None else dashboard_url("127.0.0.1")
     url = dashboard_url(address)
@@ -110,8 +109,7 @@ def _url_of(address: str) -> str:
 
 
 class _Loan:
-    """The variables of this process that hold the embedded cluster's store settings. `refused`:
-    whether the process uses another cluster."""
+    """This process' variables of the embedded cluster's store. `refused`: it uses another one."""
 
     def __init__(self) -> None:
         self.refused = False

@@ -87,8 +87,7 @@ def _located(argument: str) -> RunPlace:
 
 
 def known_runs(*, mine: bool = False) -> list[RunPlace]:
-    """Returns runs submitted from here and, unless only `mine` are asked for, runs of the reachable
-    cluster, newest first."""
+    """Returns runs submitted from here and, unless only `mine`, of the cluster, newest first."""
     lend_store_settings()
     places = {}
     with contextlib.suppress(RayppError):

@@ -148,8 +148,7 @@ def _start(num_cpus: int, wanted_port: int | None, storage: S3Process | None = N
         )
 
     try:
-        # Written before the servers answer, so that `down` also ends what an interrupted `up`
-        # started.
+        # Written before the servers answer: `down` also ends what an interrupted `up` started.
         if kept is None:
             storage = SeaweedServer.start(
                 home / "s3", buckets=(BUCKET,), detached=True, launched=lambda s3: _write_state(cluster_with(s3))
@@ -200,8 +199,7 @@ def find_prometheus() -> str | None:
 
 def _start_prometheus(program: str, directory: Path, ray_dir: str, port: int) -> OwnProcess:
     """Starts a Prometheus on loopback that scrapes the embedded cluster, and outlives this process.
-    What an earlier one stored in `directory` is kept; one server per directory at a time. Ray's
-    folder may get `_TARGETS` later."""
+    Keeps what `directory` has; one server per directory. Ray's folder may get `_TARGETS` later."""
     private_directory(directory)
     targets = {"files": [str(Path(ray_dir) / RAY_FILES / _TARGETS)], "refresh_interval": _SCRAPE_INTERVAL}
     config = {

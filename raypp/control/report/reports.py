@@ -60,8 +60,7 @@ class Recovery:
 
 
 class Reports:
-    """The queue between the controller's callers and its leader, the data of their answers, and
-    what the leader does with the reports.
+    """The queue between callers and the leader, the data of answers, and what becomes of reports.
 
     Args:
         incarnation: Identifies this controller process.
@@ -115,8 +114,7 @@ class Reports:
     # In the leading thread ------------------------------------------------------------------------
 
     def start_attempt(self, number: int, keep_stop: bool = True) -> None:
-        """Answers for this attempt from now on. `keep_stop`: False withdraws the stop request that
-        ended the last attempt for a larger one."""
+        """Answers for this attempt. `keep_stop`: False withdraws the stop that ended the last."""
         for numbers in (self._processed, self._durable, self._unwritten):
             numbers.clear()
         if not keep_stop:
@@ -129,8 +127,7 @@ class Reports:
 
     def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Notice]:
         """Records everything queued, waiting up to `wait_s` for the first report. Yields what the
-        leader must react to, in the order of the reports. Ignores reports of other attempts, and
-        those that Ray delivers a second time."""
+        leader must react to, in order. Ignores reports of other attempts, and repeated ones."""
         if self.watch is not None:
             self.watch.listen(time.monotonic())
         for item in self._items(wait_s):

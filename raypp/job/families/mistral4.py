@@ -1,5 +1,4 @@
-"""Mistral Small 4, text only: DeepSeek-V3's attention with queries that grow with their position,
-experts chosen by softmax scores."""
+"""Mistral Small 4 (text): DeepSeek-V3's attention, queries scaled by position, softmax experts."""
 
 from __future__ import annotations
 

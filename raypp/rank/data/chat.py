@@ -23,9 +23,8 @@ KIND = SourceKind(
 
 
 def read(request: Request) -> Corpus:
-    """Reads all lines of all files, in order of file name; skips blank lines. Raises DataError: no
-    file, no line, no chat template, or rows that cannot be used: the first of them, with file and
-    line, and how many more."""
+    """Reads all lines of all files, by name; skips blank lines. Raises DataError: no file, no line,
+    no chat template, or rows that cannot be used: the first, with file and line, and how many."""
     files = find_files(request.path, KIND.endings, request.place, compressed=True)
     encoder = row_encoder(request, lambda: next((record.row for record in _records(files)), None))
     return tokenise(request, files, lambda: _records(files), encoder)

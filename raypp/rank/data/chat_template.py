@@ -1,7 +1,6 @@
 """Renders a conversation by a model's Jinja chat template, as transformers does.
 
-A template comes with a model that somebody else published: Jinja's sandbox keeps it away from the
-process, and what it writes is limited.
+A template comes from others: Jinja's sandbox keeps it from the process; its output is limited.
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ class _Row:
 def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> tuple[Content, set[str]]:
     """Returns what a row holds, and the columns that nothing reads. Its shape is the first whose
     columns it has; see `shape_of`. `chat`: an instruction becomes a conversation; otherwise a
-    prompt in Alpaca's layout. Raises RowFault: it has no such shape, or is of a kind not trained
-    on."""
+    prompt in Alpaca's layout. Raises RowFault: it has none, or is of a kind not trained on."""
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
     if shape == ("text",):
@@ -259,9 +258,8 @@ def _instruction(row: _Row, chat: bool) -> Content:
 def _segments(row: _Row, _: bool) -> Content:
     segments = row.get("segments")
     if not isinstance(segments, list) or not segments:
-        raise RowFault(
-            f"segments is {kind_of(segments)}, not a list of objects", 'write [{"label": true, "text": "…"}]'
-        )
+        fault = f"segments is {kind_of(segments)}, not a list of objects"
+        raise RowFault(fault, 'write [{"label": true, "text": "…"}]')
     for index, one in enumerate(segments):
         if not isinstance(one, dict) or not isinstance(one.get("text"), str) or not isinstance(one.get("label"), bool):
             fault = f"segments[{index}] is not an object with a text and a label of true or false"

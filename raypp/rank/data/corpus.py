@@ -44,8 +44,7 @@ class Piece:
 class Corpus:
     """Tokenised documents, each ending in the tokenizer's end id.
 
-    The last document of a `tokens` file may lack the end id, and conversations end as their
-    template says.
+    The last document of a `tokens` file may lack the end id; conversations end as templates say.
 
     Attributes:
         shards: All ids in order, each shard `[n]`, possibly memory-mapped. No document crosses two

@@ -71,9 +71,8 @@ _PIECES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]|"')
 
 
 def records_of(file: SourceFile) -> Iterator[Record]:
-    """Yields the objects of a file, with their places `file:line`, or what is wrong with them. The
-    file has one on each line, blank lines aside, or is one array of them; their places are then
-    `file[index] (line n)`."""
+    """Yields a file's objects, one a line or in one array, with their places `file:line` or
+    `file[index] (line n)`, or what is wrong with them. Blank lines are skipped."""
     lines = ((number, line) for number, line in file.lines() if line.strip())
     first = next(lines, None)
     if first is None:

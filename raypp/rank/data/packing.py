@@ -31,11 +31,9 @@ class Row:
 
     Attributes:
         tokens: Ids, int64 `[n]`.
-        labels: The next token of the same document, int64 `[n]`; -100 if there is none, or if it
-            carries no loss. The last token of a piece that continues in another piece keeps its
-            label.
-        documents: Lengths of the row's pieces, in tokens; they sum to n. No piece attends to
-            another.
+        labels: The next token of the same document, int64 `[n]`; -100 if there is none, or it
+            carries no loss. The last token of a piece that continues in another keeps its label.
+        documents: Lengths of the row's pieces in tokens, n in all. No piece attends to another.
     """
 
     tokens: NDArray[np.int64]

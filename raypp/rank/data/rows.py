@@ -66,10 +66,9 @@ class _Text:
 class RowEncoder:
     """Turns rows into tokens. Not thread-safe.
 
-    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template;
-    nothing is added to it. Text, and a prompt with its completion, which are one text, get what the
-    tokenizer puts around a text, and the end id. A token with characters of prompt and completion
-    belongs to the completion.
+    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template
+    alone. Text, and a prompt with its completion, which are one text, get what the tokenizer puts
+    around a text, and the end id. A token with characters of both belongs to the completion.
 
     Args:
         template: The chat template; None: conversations are refused.
@@ -272,9 +271,8 @@ class _Turns:
         try:
             opened, before = (self._render(index, header=header).text for header in (True, False))
         except TemplateFault as fault:
-            raise RowFault(
-                f"the template does not render what is before messages[{index}]: {fault}", _MARK_IT
-            ) from None
+            why = f"the template does not render what is before messages[{index}]: {fault}"
+            raise RowFault(why, _MARK_IT) from None
         start = None
         if until.startswith(before):
             start = len(before)

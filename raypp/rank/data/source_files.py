@@ -65,8 +65,7 @@ class SourceFile:
     place: str
 
     def read(self, start: int, end: int) -> bytes:
-        """Reads the bytes `[start, end)`. Raises DataError: it is missing or cannot be read;
-        StoreError: the store does not answer."""
+        """Reads bytes `[start, end)`. Raises DataError: unreadable; StoreError: no answer."""
         try:
             if self.store is not None:
                 with _named(self.place):
@@ -188,9 +187,8 @@ def find_files(
 ) -> list[SourceFile]:
     """Finds the files of a path, a directory or prefix (by ending), or a glob, sorted by name.
     `path`: local, or `scheme://place/key-or-prefix` of a store that holds data (`s3://bucket/…`).
-    `compressed`: also find files with one of the endings followed by one of `ENDINGS`. Raises
-    DataError: there are no files, all are empty, or there are too many to look at; StoreError: the
-    store does not answer or denies access."""
+    `compressed`: also those with an ending of `ENDINGS` after it. Raises DataError: no files, all
+    empty, or too many; StoreError: the store does not answer or denies access."""
     if compressed:
         endings += tuple(ending + packed for ending in endings for packed in ENDINGS)
     files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
@@ -217,9 +215,8 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     regular = (file for file in paths if _is_regular(file))
     chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
-        raise DataError(
-            Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files")
-        )
+        fault = f"{visible(path)} has more than {MOST_FILES:,} files"
+        raise DataError(Problem(place, fault, "join them into fewer files"))
     files = []
     for file in sorted(set(map(Path, chosen))):
         with suppress(FileNotFoundError):  # it disappeared after it was found

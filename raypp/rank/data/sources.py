@@ -243,9 +243,8 @@ def _encode_first(
 
 
 def source_request(job: Job, key: str = "data") -> tuple[Callable[[Request], Corpus], Request]:
-    """Returns the function that reads a job's training documents, and what to ask of it. `job`: the
-    job, with a single source. Raises DataError: the job's source has no files of text, or its
-    tokenizer cannot be used."""
+    """Returns what reads a job's training documents, and what to ask of it. `job`: with a single
+    source. Raises DataError: it has no files of text, or its tokenizer cannot be used."""
     source = _source(job.data)
     if source.mixes or source.ids != "text":
         fault = f"kind {job.data.kind} has no text to tokenise"

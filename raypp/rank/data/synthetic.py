@@ -23,10 +23,9 @@ _STRIDES = 3
 
 
 def read(request: Request) -> Corpus:
-    """Creates `data.num_documents` documents with lengths uniform in `data.document_len`. The
-    lengths include the end id. Document d counts start, start + stride, start + 2·stride … modulo
-    the ids below the end id, with strides from 1 to 3. Raises DataError: the minimum length exceeds
-    the maximum, or no id is below the end id."""
+    """Creates `data.num_documents` documents with lengths uniform in `data.document_len`, with the
+    end id. Document d counts start, start + stride, … modulo the ids below the end id, with strides
+    from 1 to 3. Raises DataError: minimum length above the maximum, or no id below the end id."""
     low, high = request.data.document_len
     if low > high:
         fault = f"the shortest document ({low}) is longer than the longest ({high})"

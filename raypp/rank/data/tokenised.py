@@ -37,8 +37,7 @@ _BATCH, _BATCH_CHARACTERS = 512, 4 << 20
 class Request:
     """A request to a source. `path`: the path of the data (training or held-out). `place`: the key
     of the job file that sets the path. `vocab_size`: the model's vocabulary; all ids are below it.
-    `consumer`: called by `tokenise` with its arguments, to make something else of the documents
-    than a corpus in memory or in the cache."""
+    `consumer`: called by `tokenise` with its arguments, to make something else than a corpus."""
 
     data: DataSection
     path: str
@@ -74,11 +73,10 @@ def tokenise(
     documents: Callable[[], Iterable[Text | Record]],
     encoder: RowEncoder | None = None,
 ) -> Corpus:
-    """Tokenises documents into a corpus. `files`: the files of the documents; they determine the
-    cache entry's name. `documents`: yields all documents in order; called only if they must be
-    read. They are texts, or with an encoder records. Without one, records say what is wrong with a
-    text. Raises DataError: there is no document, one has no token, rows cannot be used, or the
-    cache cannot be written."""
+    """Tokenises documents into a corpus. `files`: of the documents; they name the cache entry.
+    `documents`: yields all in order; called only if they must be read. They are texts, or with an
+    encoder records. Without one, records say what is wrong with a text. Raises DataError: there is
+    none, one has no token, rows cannot be used, or the cache cannot be written."""
     if request.consumer is not None:
         return request.consumer(request, files, documents, encoder)
     dtype, template = small_dtype(request.tokenizer.vocab_size), encoder.template if encoder is not None else ""

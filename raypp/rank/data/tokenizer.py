@@ -81,8 +81,7 @@ class Tokenizer(Protocol):
         """Encodes several texts at once, which may be faster."""
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes several texts, and says where each token is in its text. Raises NotEncodable: the
-        tokenizer cannot encode one of them."""
+        """Encodes texts, with each token's place in its text. Raises NotEncodable: it cannot."""
 
     def shown(self, ids: Sequence[int]) -> str:
         """Returns ids as text to look at; incomplete characters become `�`."""
@@ -290,13 +289,8 @@ def _parsed(content: bytes, path: Path) -> Any:
     except BaseException as error:  # the library raises no narrower type, and a panic is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise DataError(
-            Problem(
-                "data.tokenizer",
-                f"{path} is not a tokenizer.json: {visible(in_words(error)[:_SHOWN])}",
-                "use a file that the tokenizers library can load",
-            )
-        ) from error
+        fault = f"{path} is not a tokenizer.json: {visible(in_words(error)[:_SHOWN])}"
+        raise DataError(Problem("data.tokenizer", fault, "use a file that the tokenizers library can load")) from error
 
 
 def _as_llama(backend: Any, spaces: str | None) -> list[str]:

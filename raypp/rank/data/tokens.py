@@ -132,8 +132,7 @@ _MOST_INDEX = 2 << 30
 
 def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: SourceFile) -> Corpus:
     """Opens a folder of shards. The index comes to the node's cache; ids are read when needed.
-    `files`: its `.ids` files. Raises DataError: they are unfinished, damaged, or of another
-    tokenizer."""
+    `files`: its `.ids` files. Raises DataError: unfinished, damaged, or another tokenizer's."""
     place = request.place
     if manifest_file.size > MANIFEST_BOUNDS.size:
         raise DataError(Problem(place, f"{manifest_file.name} has {manifest_file.size:,} bytes", "check who wrote it"))
@@ -239,8 +238,7 @@ def _copy_index(room: Path, manifest: Manifest, files: Sequence[SourceFile], pla
 
 
 def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFile:
-    """Returns the manifest next to some `.ids` files. Raises DataError: they are of several
-    folders, or there is no manifest."""
+    """Returns the manifest of `.ids` files. Raises DataError: several folders, or no manifest."""
     folders = {file.name.rpartition("/")[0] for file in files}
     if len(folders) > 1:
         fault = f"{path} has shards in {len(folders)} folders"
@@ -262,10 +260,9 @@ _PRUNE_EVERY = 64 << 20
 
 
 class BlockCache:
-    """Blocks of all shards of one folder: the last used in memory, those of a store also on disk.
-    The processes of a node share the files. A file that is damaged is read again from the store.
-    `folder`: of the files; None for shards that are files themselves. `most_bytes`: of the files;
-    the oldest are removed."""
+    """Blocks of all shards of one folder: the last used in memory, those of a store also on disk. A
+    node's processes share them. A damaged file is read again from the store. `folder`: of the
+    files; None: shards are files themselves. `most_bytes`: of the files; the oldest are removed."""
 
     def __init__(self, folder: Path | None, most_bytes: int = DISK_BYTES) -> None:
         self._folder, self._most = folder, most_bytes
@@ -341,8 +338,7 @@ class BlockCache:
 
 class Blocks:
     """What one object of a shard holds of each token, `[tokens]`; slices read blocks. `name`: of
-    the blocks in the cache. `file`: of the bytes. `sums`: CRC-32 of each block, uint32 `[blocks]`.
-    `cache`: of the folder."""
+    its blocks in `cache`. `file`: of the bytes. `sums`: CRC-32 of each block, uint32 `[blocks]`."""
 
     def __init__(self, name: str, file: SourceFile, tokens: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
         self.name, self._file, self._tokens, self._sums, self._cache = name, file, tokens, sums, cache
@@ -387,8 +383,7 @@ class Blocks:
 
 
 class Shard(Blocks):
-    """The ids of one shard. `number`: in its folder. `file`, `tokens`, `sums`, `cache`: see
-    `Blocks`. `below`: all ids must be below it."""
+    """A shard's ids. `number`: in its folder. `below`: bound of the ids. Others: see `Blocks`."""
 
     def __init__(
         self,

@@ -52,9 +52,8 @@ _Documents = Callable[[], Iterable[Text | Record]]
 @dataclass(frozen=True)
 class Options:
     """How shards are written. `total`: called once with the bytes of the source. `progress`: called
-    with bytes of the source that were read since the last call. `stored`: called with the number of
-    shards that were there already. `remarked`: called with each remark on the data, such as what of
-    them is not used."""
+    with bytes of it read since the last call. `stored`: called with the number of shards there
+    already. `remarked`: called with each remark on the data, such as what of them is not used."""
 
     processes: int
     shard_bytes: int = SHARD_BYTES
@@ -254,8 +253,7 @@ Contents = tuple[list[tuple[bytes, bytes]], Faults]
 def contents_of(
     request: Request, encoder: RowEncoder | None, documents: Iterable[Text | Record], processes: int
 ) -> Iterator[Contents]:
-    """Yields the contents of all documents in order, a batch at a time. Raises DataError: a text
-    cannot be tokenised, or a process has ended."""
+    """Yields all documents in order, in batches. Raises DataError: a text or a process fails."""
     if processes <= 1:
         for batch in batches(documents):
             yield _contents(request, encoder, batch)
@@ -343,8 +341,7 @@ def outputs_of(job: Job) -> list[Output]:
 
 
 def section_of_shards(job: Job, urls: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the `data:` section that trains on shards, with the rows of the job itself. `urls`:
-    the folder of shards for each `Output.key`."""
+    """Returns a `data:` section to train on shards, rows as the job's. `urls`: by `Output.key`."""
     section = _without_defaults(job.data, ["loss"])
     if "data" in urls:
         section = {"kind": "tokens", "path": urls["data"], **_without_source(section)}

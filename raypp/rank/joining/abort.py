@@ -93,11 +93,10 @@ def begin_abort() -> list[threading.Thread]:
 
 
 def abort_groups() -> bool:
-    """Aborts all process groups of this process, so that nothing here waits for a peer any more. To
-    be called first when a rank fails: until then, everything that waits for the device also waits
-    for NCCL's kernels, whose peers may be gone. The groups must still be destroyed. Returns whether
-    all groups are aborted. If not, a thread named `raypp-abort` still runs, and the process cannot
-    take another seat."""
+    """Aborts all groups of this process, so that nothing here waits for a peer. To be called first
+    when a rank fails: until then, everything that waits for the device also waits for NCCL's
+    kernels, whose peers may be gone. The groups must still be destroyed. Returns whether all are
+    aborted: if not, a thread `raypp-abort` runs on, and the process cannot take another seat."""
     end = time.monotonic() + _ABORT_S
     threads = begin_abort()
     for thread in threads:

@@ -108,9 +108,8 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> NcclError | None:
-    """Returns an error of NCCL that is this rank's own with its cause and fix; None of others. Not
-    the error itself: a variable of the frame that caught it would keep it, and with it the groups
-    and stores of the attempt."""
+    """Returns an error of NCCL that is this rank's own with its cause and fix; else None. Not the
+    error itself: a variable of the catching frame would keep it, and the attempt's groups."""
     error = origin(error)
     own = _own_sign(error)
     if own is None:

@@ -1,7 +1,6 @@
 """Chooses the network interface of a rank's traffic and NCCL's sockets. No torch, no ray.
 
-The kernel's routing table decides, unless the user names an interface: Ray's address may be on
-another network than the peers.
+The kernel's routes decide, unless the user names an interface: Ray may use another network.
 """
 
 from __future__ import annotations
@@ -73,13 +72,9 @@ def source_address(peer: str) -> str:
             probe.connect(place)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UnreachableError(
-            Problem(
-                "network",
-                f"{socket.gethostname()} has no route to {peer}: {error}",
-                "check `ip route get` there, the cable and the address",
-            )
-        ) from None
+        fault = f"{socket.gethostname()} has no route to {peer}: {error}"
+        fix = "check `ip route get` there, the cable and the address"
+        raise UnreachableError(Problem("network", fault, fix)) from None
 
 
 def interface_with(address: str) -> Interface:
@@ -149,9 +144,8 @@ def _has_other_nodes(seat: Seat) -> bool:
 
 
 def prepare_network(seat: Seat, environment: MutableMapping[str, str] = os.environ) -> tuple[Chosen, list[str]]:
-    """Sets the interface and NCCL's socket variables in the environment; keeps the user's values.
-    Called once per attempt, before the process group is created. Returns the interface, and log
-    lines that say what was set and why."""
+    """Sets the interface and NCCL's socket variables; keeps the user's. Called once per attempt,
+    before the process group. Returns the interface, and log lines on it."""
     chosen = choose_interface(seat, environment)
     name = chosen.interface.name
     # NCCL takes a plain name for a prefix: eth1 would also mean eth10.
@@ -175,9 +169,8 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] = os.envir
 
 def nccl_sockets(mbps: int) -> tuple[int, int]:
     """Returns (threads, sockets per thread) for NCCL to fill a link. One TCP connection fills 10
-    Gbit/s but not 100. NCCL's default is 1 × 1 outside of the clouds it knows; its documentation
-    recommends 4 × 4 for 100 Gbit/s. An interface that does not report its speed is assumed to be a
-    fast virtual one."""
+    Gbit/s but not 100. NCCL's default is 1 × 1 outside of the clouds it knows; it recommends 4 × 4
+    for 100 Gbit/s. An interface that reports no speed is taken for a fast virtual one."""
     if 0 < mbps <= 10_000:
         return 1, 1
     return (4, 4) if mbps >= 100_000 else (2, 4)

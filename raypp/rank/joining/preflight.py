@@ -134,9 +134,7 @@ def check_links(
     with Listener(address, bytes.fromhex(seat.secret), answer, "preflight", tell) as listener:
         listening = Place(seat.node, address, listener.port, chosen.interface.name, chosen.why, identity)
         store.set(f"preflight/{seat.node_rank}", json.dumps(asdict(listening)))
-        places = {
-            number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
-        }
+        places = {node: _place(store, node, seat, patience_s) for node in range(count) if node != seat.node_rank}
         later = sorted(number for number in places if number > seat.node_rank)
         reports = [_measure(seat, chosen, places[number], payload, clock) for number in later]
         store.set(f"preflight/{seat.node_rank}/done", "")
@@ -149,13 +147,9 @@ def check_links(
 def _place(store: KeyValueStore, number: int, seat: Seat, patience_s: float) -> Place:
     if not _await(store, f"preflight/{number}", patience_s):
         node = list(dict.fromkeys(seat.nodes))[number]
-        raise UnreachableError(
-            Problem(
-                "network",
-                f"the ranks of node {node} did not reach the network check within {patience_s:.0f} s",
-                "see the log of the first rank there; `raypp doctor` tries every pair",
-            )
-        )
+        fault = f"the ranks of node {node} did not reach the network check within {patience_s:.0f} s"
+        fix = "see the log of the first rank there; `raypp doctor` tries every pair"
+        raise UnreachableError(Problem("network", fault, fix))
     return parse_place(store.get(f"preflight/{number}"), f"preflight/{number}")
 
 

@@ -107,9 +107,8 @@ class AdamWByRows(torch.optim.Optimizer):
     """AdamW with decoupled weight decay. The state of a parameter is `step` and its two moments.
 
     With 8-bit moments, those of matrices are `exp_avg` and `exp_avg_sq` (codes, uint8; the latter
-    of the root of the moment) and `exp_avg_scale` and `exp_avg_sq_scale` (fp32, one per block). The
-    moments of vectors are always fp32: they are too few to matter. `quantised`: whether moments are
-    kept in 8 bits.
+    of the root of the moment) and `exp_avg_scale` and `exp_avg_sq_scale` (fp32, one per block).
+    Vectors' moments are always fp32: they are few. `quantised`: whether moments are 8-bit.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from raypp.stages.parallel.shard import LocalRows, local_part, local_rows
 class Bf16Weights:
     """Reads gradients and writes weights of an optimizer whose weights may be in bf16.
 
-    Weights of another dtype are written as they are. The caller sets the attributes before every
-    step.
+    Weights of another dtype are written as they are. The caller sets attributes before each step.
 
     Attributes:
         any: Whether any weight is in bf16.

@@ -76,8 +76,7 @@ class Muon(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, with one list of groups and one state.
 
     The state is `momentum_buffer` for hidden matrices and AdamW's own for the rest. Under FSDP a
-    step is collective over the ranks that share the weights: each matrix is gathered on one of
-    them, which computes its update.
+    step is collective over ranks that share weights: one gathers and updates each matrix.
 
     Args:
         matrices: Groups of parameters of the hidden layers, `[..., rows, columns]` (leading dims:
@@ -170,8 +169,7 @@ def apply_to_whole(
     Collective over the ranks that share the parameters: all of them must consume the iterator, with
     the same parameters in the same order. Of N ranks, each gathers, computes and returns every N-th
     tensor, the largest first. So each tensor is computed once and sent once each way, and a rank
-    holds at most one whole tensor at a time. Replicas along replicated axes each compute the result
-    from equal parts.
+    holds at most one whole tensor at a time. Replicas each compute it from equal parts.
 
     A tensor with more than two dims is a stack of matrices (experts). If it is sharded between the
     matrices, it stays sharded.

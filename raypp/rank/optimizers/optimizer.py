@@ -21,9 +21,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the job's optimizer over the parameters of this rank's stages that are trained.
 
-    Weight decay is decoupled from the gradient and applies to matrices only (not to norm gains and
-    biases). Under FSDP a step of muon is collective over the ranks that share the weights. The
-    other optimizers do not communicate.
+    Weight decay is decoupled and applies to matrices only (not to norm gains and biases). Under
+    FSDP muon's step is collective over ranks that share weights. Others do not communicate.
 
     An optimizer is a module of this package with a `KIND` and `build(named, options, precision)`,
     where `named` pairs parameters with their global names. Muon recognises hidden matrices by their

@@ -41,8 +41,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is in host memory between two updates.
 
     It shares groups and state with the optimizer it wraps. Between updates `state` holds tensors in
-    host memory; what has a single element, such as a step counter, stays where the optimizer put
-    it.
+    host memory; what has one element, such as a step counter, stays where the optimizer put it.
 
     With `masters`, the parameters' own memory is in host memory, too: `settle` copies them there
     and leaves the device a narrow copy that FSDP gathers from. `masters`: the dtype in which FSDP

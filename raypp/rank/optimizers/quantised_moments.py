@@ -32,9 +32,8 @@ def blocks_of(columns: int) -> int:
 
 @lru_cache(maxsize=16)
 def code_values(signed: bool, device: torch.device) -> Tensor:
-    """Returns the numbers that the codes 0 to 255 stand for, ascending: fp32 `[256]`. The i-th of
-    seven decades, from 1e-7 to 1, has 2^i equally spaced numbers (unsigned: twice as many); zero
-    and one are there, too."""
+    """Returns the numbers of the codes, ascending: fp32 `[256]`. The i-th of seven decades, from
+    1e-7 to 1, has 2^i equally spaced numbers (unsigned: twice as many); also zero and one."""
     levels = [0.0, 1.0]
     for decade in range(_DECADES):
         count = 2**decade * (1 if signed else 2)

@@ -116,8 +116,7 @@ def collate(
 
 
 def on_device(batches: Sequence[StageBatch], device: torch.device) -> list[StageBatch]:
-    """Moves the batches of a step to the device in one copy, which does not wait for the device. On
-    a CPU the batches are returned as they are."""
+    """Moves a step's batches to the device in one copy without waiting; on CPUs, returns them."""
     if device.type == "cpu":
         return list(batches)
     tensors: list[Tensor] = []

@@ -25,8 +25,7 @@ from raypp.stages.pipeline.runtime import LossFn, Mark, ProgramRuntime
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation, over all replicas. `loss`: mean over the tokens with a label,
-    which are counted; 0 if there are none."""
+    """An evaluation over all replicas. `loss`: mean over the counted, labelled tokens, or 0."""
 
     loss: float
     tokens: int
@@ -78,9 +77,8 @@ class Evaluator:
     def run(
         self, steps: Iterable[list[Microbatch]] | None = None, progress: Callable[[int], None] = lambda tokens: None
     ) -> Evaluation:
-        """Evaluates the held-out part, or other steps, once. Collective over the world: all ranks
-        must call it after the same step. `steps`: steps of this replica; as many on every rank.
-        None: the held-out part."""
+        """Evaluates the held-out part, or `steps`, once. Collective over the world: all ranks must
+        call it after the same step. `steps`: of this replica, as many on every rank."""
         started = time.perf_counter()
         # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._runner.device), 0

@@ -124,17 +124,15 @@ class Training:
         self._position = rank.loader.position()
 
     def begin(self) -> Place:
-        """Returns where the attempt begins. Reports what this replica has done since the last outer
-        step, in case others have not."""
+        """Returns where the attempt begins. Reports this replica's steps since the outer one."""
         for own in list(self._recent.own):
             reports = [own] if self._gathered is None else self._gathered.add(own, wait=False)
             self._tell_steps(self._new(reports))
         return self._restored.place
 
     def read(self, place: Place, watch: Stopwatch) -> tuple[ReadStep, Place, Due]:
-        """Reads the next step's rows, agrees with the other ranks on them and on the operator's
-        requests, and takes a snapshot in memory if one is due. Returns the rows; the place, and
-        what is due before the step."""
+        """Reads the next step's rows, agrees with other ranks on them and on requests, and takes a
+        snapshot if due. Returns the rows; the place, and what is due before the step."""
         watch.next_step()
         self._reporter.phase("step", f"{place.done + 1} read")
         savable = self._restored.together if place.done == place.restored else self.job.savable(place.done)
@@ -227,8 +225,7 @@ class Training:
         return state_in_objects(self.runner.built.modules, self.runner.optimizer, self._seat.coordinates)
 
     def _extra(self) -> str:
-        """Returns what a snapshot in memory also holds; only rank 0 has the reports, and the first
-        rank of each replica that trains apart."""
+        """Returns what a snapshot also holds; reports on rank 0, or the first of replicas apart."""
         reports, own = "[]", "[]"
         if self._gathered is not None or not self._seat.rank:
             reports, own = self._recent.json_text(), self._recent.own.json_text()
@@ -374,11 +371,10 @@ class Due:
 def before_step(place: Place, requests: Requests, *, savable: bool = True, everyone: bool = True) -> tuple[Place, Due]:
     """Returns what is due when the ranks have agreed on requests, and the place after it.
 
-    A request to save a state that is saved already is forgotten, but before the first step of an
-    attempt it waits for that step. Where replicas differ, there is no state to save: requests wait
-    for the next outer step, except one to stop without a save. `savable`: whether replicas hold the
-    same weights. `everyone`: whether all ranks agreed; else those of one replica did, and requests
-    wait.
+    A request to save a state that is saved is forgotten, but before the first step of an attempt it
+    waits for that step. Where replicas differ, there is no state to save: requests wait for the
+    next outer step, except one to stop without a save. `savable`: whether replicas hold the same
+    weights. `everyone`: whether all ranks agreed; else those of one replica did, and requests wait.
     """
     if not everyone:
         return replace(place, asked=requests.save, trace=requests.trace), Due()

@@ -101,10 +101,9 @@ class FiniteGuard:
         return False
 
     def handle(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        """Handles a step that is not finite; returns if it is to be skipped. Collective over the
-        ranks of the step's sums. Raises BrokenWeightsError: weights are not finite, so no later
-        step can be; NonFiniteError: by `recovery.on_nonfinite`, or too many in a row were
-        skipped."""
+        """Handles a step that is not finite; returns to skip it. Collective over the ranks of the
+        step's sums. Raises BrokenWeightsError: weights are not finite, so no later step can be;
+        NonFiniteError: by `recovery.on_nonfinite`, or too many in a row were skipped."""
         self._in_a_row += 1
         if self._weights_are_broken():
             cause = "weights are not finite: an earlier update broke them"
@@ -142,9 +141,7 @@ class FiniteGuard:
         faults = []
         if not math.isfinite(sums.loss):
             faults.append(f"the loss is {sums.loss}")
-        broken = [
-            name for name, square in zip(self._names, sums.squares.tolist(), strict=True) if not math.isfinite(square)
-        ]
+        broken = [name for name, one in zip(self._names, sums.squares.tolist(), strict=True) if not math.isfinite(one)]
         if broken:
             shown = ", ".join(broken[:_NAMES_SHOWN])
             more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
@@ -248,8 +245,7 @@ class LossScale:
             self.state = state if self.adapts else ScaleState(self.state.scale)
 
     def overflowed(self, sums: GlobalSums) -> bool:
-        """Whether a step's gradients overflowed, so that a smaller scale may help: not where the
-        loss itself is not finite."""
+        """Whether a smaller scale may help: gradients overflowed, and the loss itself is finite."""
         return self.adapts and math.isfinite(sums.loss) and not math.isfinite(sums.grad_norm)
 
     def lower(self) -> bool:

@@ -27,8 +27,7 @@ _MEANS = ("aux_loss", "z_loss")
 
 
 class EncodedReports:
-    """Reports of steps, oldest first, without the seconds of their parts. Each is encoded once.
-    `most`: how many are kept; None: all."""
+    """Reports of steps without `parts_s`, oldest first, each encoded once. `most`: None: all."""
 
     def __init__(self, most: int | None = None) -> None:
         self._reports: deque[StepReport] = deque(maxlen=most)

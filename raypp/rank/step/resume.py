@@ -44,10 +44,9 @@ class Restorable:
 
 
 def check_shared(store: ObjectStore, run: str, seat: Seat) -> None:
-    """Checks that ranks on several nodes use one store. Collective over the world. A directory that
-    the nodes do not share holds the run on one of them only. A checkpoint would lie in parts on
-    different machines, and could not be loaded again. Raises JobError: this rank does not find the
-    run that others find."""
+    """Checks that ranks on several nodes use one store. Collective over the world. In a directory
+    that they do not share, a checkpoint would lie in parts on different machines, and could not be
+    loaded again. Raises JobError: this rank does not find the run that others find."""
     if seat.local_world_size == seat.world_size:
         return
     held = store.head(spec_key(run)) is not None
@@ -71,8 +70,7 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
     uninitialised before.
 
     Returns:
-        The restored step; 0 for a new run. And whether all replicas begin after the same step, at
-        which they agree.
+        The restored step, 0 for a new run; whether all replicas begin after one step, and agree.
 
     Raises:
         CheckpointError: There are checkpoints, but none can be used.

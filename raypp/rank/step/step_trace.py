@@ -73,9 +73,8 @@ class StepTracer:
         except Exception as error:  # noqa: BLE001  a trace that is lost must not end the run
             kind, message = "trace_failed", f"{steps}: rank {seat.rank} cannot write its part: {in_words(error)}"
         if seat.rank == 0 or kind == "trace_failed":
-            self._tell(
-                Event(kind, message, attempt=seat.attempt, step=trace.first_step, rank=seat.rank, details=details)
-            )
+            event = Event(kind, message, attempt=seat.attempt, step=trace.first_step, rank=seat.rank, details=details)
+            self._tell(event)
 
 
 class _Recording:

@@ -105,8 +105,7 @@ class _Format(TypedDict):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint, found by listing; its COMMIT has not been read. `modified`: when the
-    COMMIT was written, by the store's clock."""
+    """A committed checkpoint, as listed; COMMIT is unread. `modified`: by the store's clock."""
 
     step: int
     key: str
@@ -171,27 +170,18 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
 def _check_newest(store: ObjectStore, commit: Commit) -> None:
     newest = newest_attempt(store, commit.run)
     if newest > commit.attempt:
-        raise StaleAttemptError(
-            Problem(
-                commit_key(commit.run, commit.step), f"attempt {commit.attempt} is over: attempt {newest} has begun"
-            )
-        )
+        fault = f"attempt {commit.attempt} is over: attempt {newest} has begun"
+        raise StaleAttemptError(Problem(commit_key(commit.run, commit.step), fault))
 
 
 def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
-    """Reads a step's COMMIT. Raises CheckpointError: There is none, it cannot be read, or it
-    belongs to another run or step."""
+    """Reads a COMMIT. Raises CheckpointError: missing, unreadable, or of another run or step."""
     key = commit_key(run, step)
     try:
         data = store.get(key, 0, BOUNDS.size + 1)
     except NotFound:
-        raise CheckpointError(
-            Problem(
-                f"{store.url}/{key}",
-                f"step {step} of {run} is not committed",
-                "choose one of those that `raypp checkpoints list` shows",
-            )
-        ) from None
+        fix = "choose one of those that `raypp checkpoints list` shows"
+        raise CheckpointError(Problem(f"{store.url}/{key}", f"step {step} of {run} is not committed", fix)) from None
     commit = Commit.from_bytes(data, key)
     if (commit.run, commit.step) != (run, step):
         raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", ADVICE))
@@ -263,8 +253,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """The state of `train.loss_scale`: the scale, the steps without overflow since it changed, and
-    the run's steps that overflowed."""
+    """State of `train.loss_scale`: the scale, steps since it changed, and those that overflowed."""
 
     scale: Annotated[float, Ge(1), Le(2**32)]
     steps: Count = 0

@@ -1,7 +1,6 @@
 """Checks whether a run can resume with a changed job.
 
-Mesh, schedule and number of steps may change; whatever gives the weights and the data position
-their meaning may not.
+Mesh, schedule and steps may change; what gives weights and data position their meaning may not.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def as_recorded(job: Job, old_job: Mapping[str, Any], say: Callable[[str], None]
 
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
     """Returns a warning if the learning rate jumps where a run resumes, because its end has moved.
-    Silent where the job itself sets another rate or schedule. `old_job`: the resolved job that
-    reached the step, or the `job` of a commit."""
+    Silent where the job itself sets another rate or schedule. `old_job`: a commit's `job`."""
     try:
         old = parse_job({"name": "run", "train": old_job.get("train") or {}}).train
     except JobError:  # a kind of optimizer that is not here
@@ -115,19 +113,13 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
-    """Checks that a step takes as many rows as before. Otherwise the data position and the step
-    numbers would change their meaning."""
+    """Checks that a step takes as many rows as before, else positions and steps change meaning."""
     was, now = _rows(old), _rows(new)
     if was is None or now is None or was[0] == now[0]:
         return []
     names = "mesh.dp_replicate × mesh.fsdp × pipeline.microbatches × train.micro_batch_size"
-    return [
-        Problem(
-            "pipeline.microbatches",
-            f"a step would take {now[0]} rows ({names} = {now[1]}), but the run's steps took {was[0]} ({was[1]})",
-            "change these keys so that their product stays the same",
-        )
-    ]
+    fault = f"a step would take {now[0]} rows ({names} = {now[1]}), but the run's steps took {was[0]} ({was[1]})"
+    return [Problem("pipeline.microbatches", fault, "change these keys so that their product stays the same")]
 
 
 def _rows(job: Mapping[str, Any]) -> tuple[int, str] | None:

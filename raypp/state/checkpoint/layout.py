@@ -14,12 +14,10 @@ _ATTEMPT = re.compile(r"attempt-([0-9]{1,9})")
 
 
 def check_run(run: str) -> str:
-    """Returns the run's name if it is valid. Raises JobError: the name is not of the form a-z, 0-9
-    and -, at most 40 characters."""
+    """Returns a run's name. Raises JobError: it is not of a-z, 0-9 and -, or longer than 40."""
     if not re.fullmatch(RUN_NAME, run):
-        raise JobError(
-            Problem("name", f"{run!r} is not a valid run name", "use a-z, 0-9 and -, at most 40, not - first")
-        )
+        fix = "use a-z, 0-9 and -, at most 40, not - first"
+        raise JobError(Problem("name", f"{run!r} is not a valid run name", fix))
     return run
 
 

@@ -80,10 +80,9 @@ class Load:
     """What fills a rank's tensors from objects of any mesh, wherever they are.
 
     The constructor finds the ranges, `fetch` reads and checks them, and `apply` replaces the state:
-    nothing is changed before everything that this rank needs has been read and verified. `origin`:
-    names the state in errors. `ranges`: by object key, the ranges `[begin, end)` of its data
-    section to read. Raises CheckpointError: tensors, which it names, are missing or have other
-    shapes.
+    nothing changes before all that this rank needs has been read and verified. `origin`: names the
+    state in errors. `ranges`: by object key, the ranges `[begin, end)` of its data section to read.
+    Raises CheckpointError: tensors, which it names, are missing or have other shapes.
     """
 
     def __init__(
@@ -117,8 +116,7 @@ class Load:
         return sum(held.size for held in (self._data or {}).values())
 
     def fetch(self, progress: Progress = no_progress) -> None:
-        """Reads and checks the ranges. Raises CheckpointError: an object, which the message names,
-        is missing, torn or corrupt."""
+        """Reads and checks ranges. Raises CheckpointError: one is missing, torn or corrupt."""
         self._data = fetch_ranges(self._files, self.ranges, progress)
 
     def apply(self) -> str:

@@ -62,8 +62,7 @@ class CheckpointFile:
         return [(first * size, min(last * size, end)) for first, last in _block_runs(ranges, size)]
 
     def checked(self, begin: int, raw: bytes | memoryview) -> memoryview:
-        """Returns whole blocks of the data section, from byte `begin` on. Raises CheckpointError:
-        one is not what was written."""
+        """Returns whole blocks from byte `begin` on. Raises CheckpointError: one is corrupt."""
         data, size = memoryview(raw), self.header.block_bytes
         for at in range(0, len(data), size):
             self.header.check_block((begin + at) // size, data[at : at + size], self.record.key)
@@ -130,9 +129,8 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
         def check(raw: bytes | memoryview) -> bytes:
             header = bytes(raw)
             if hashlib.sha256(header).hexdigest() != record.header_sha256:
-                raise CheckpointError(
-                    Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
-                )
+                fault = "is torn or corrupt: its header is not the one committed"
+                raise CheckpointError(Problem(record.key, fault, _ADVICE))
             return header
 
         if record.header_size > BOUNDS.size:

@@ -84,8 +84,7 @@ def _read(store: ObjectStore, key: str) -> RunEnd | None:
     return parse_as(RunEnd, data, url, _BOUNDS, CheckpointError, fix, kind="a run's end", unknown="ignore")
 
 
-# A run has ended if the newest of its specs has an end. Nothing of it runs any more then, and its
-# devices are free.
+# A run has ended if the newest of its specs has an end. Then nothing of it runs or holds devices.
 
 _Section = dict[str, Any] | None
 
@@ -155,14 +154,12 @@ def write_decision(store: ObjectStore, decision: Decision, attempt: int) -> None
 
 
 def read_decision(store: ObjectStore, run: str, attempt: int) -> Decision:
-    """Reads what was decided for an attempt. Raises CheckpointError: it is missing or damaged, or
-    of a newer raypp; names the object."""
+    """Reads an attempt's decision. Raises CheckpointError: missing, damaged, of a newer raypp."""
     return _decided(Decision.read, store, run, attempt)
 
 
 def read_pipeline(store: ObjectStore, run: str, attempt: int) -> ResolvedPipeline:
-    """Reads the pipeline of an attempt alone: what a job of others names is not used. Raises
-    CheckpointError as `read_decision`."""
+    """Reads an attempt's pipeline, nothing that a foreign job names. Raises as `read_decision`."""
     return _decided(ResolvedPipeline.read, store, run, attempt)
 
 

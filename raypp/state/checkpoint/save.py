@@ -497,10 +497,9 @@ def upload_snapshot(
     """Writes a snapshot's first object, which is durable when this returns.
 
     The header holds a CRC-32 of every block, so these are computed first. The SHA-256 of the whole
-    object takes much longer and is computed meanwhile. A hash of hashes would run in parallel, but
-    only raypp could check it. `snapshot`: the snapshot; must not be released before this returns.
-    `repeat`: calls a function again while it fails and that may help. Raises StoreError: the last
-    try failed.
+    object takes longer and is computed meanwhile. A hash of hashes would run in parallel, but only
+    raypp could check it. `snapshot`: must not be released before this returns. `repeat`: calls a
+    function again while it fails and that may help. Raises StoreError: the last try failed.
     """
     part = snapshot.parts[0]
     data = snapshot.data()[part.begin : part.begin + part.size]

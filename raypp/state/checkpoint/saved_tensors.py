@@ -22,8 +22,7 @@ class TensorInfo(StoredTensor):
 
 
 class SavedTensors:
-    """The tensors of one checkpoint. Raises CheckpointError: an object, which the message names, is
-    missing, torn or corrupt."""
+    """A checkpoint's tensors. Raises CheckpointError: an object is missing, torn or corrupt."""
 
     def __init__(self, store: ObjectStore, commit: Commit) -> None:
         self._store = store

@@ -68,8 +68,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class Part:
-    """The data section of one object in a snapshot. `entries`: position of each slice, from `begin`
-    on. `begin`: its first byte in the snapshot."""
+    """An object's data section in a snapshot, from byte `begin` on. `entries`: slices' places."""
 
     entries: list[TensorEntry]
     begin: int

@@ -50,10 +50,8 @@ class Slice:
         tensor: The local values, in the slice's shape: the live storage, not a copy.
         global_shape: Shape of the whole tensor, with as many dims as `tensor`.
         offset: Where the slice begins, per dim.
-        python: "int", "float" or "bool" if the value was a plain number, kept as a 0-dim tensor;
-            else "".
-        moving: Whether it may change without an optimizer step (a module's buffer, which a forward
-            pass may write).
+        python: "int", "float" or "bool" for a plain number, kept as a 0-dim tensor; else "".
+        moving: Whether it may change without an optimizer step (a buffer, written by a forward).
     """
 
     name: str
@@ -132,9 +130,8 @@ def optimizer_slices(
 
     The tensors are not yet in the optimizer. A state tensor of its parameter's shape is sharded
     like the parameter, and so are the scales of quantised values (`SCALE`); any other (a step
-    counter) is whole. `saved`: global shape and dtype of every `optim/…` tensor of the checkpoint.
-    Returns targets by global name; and the optimizer's entries once they are filled, each as
-    parameter, key, tensor.
+    counter) is whole. `saved`: global shape and dtype of each saved `optim/…` tensor. Returns
+    targets by global name; and the optimizer's entries once filled: parameter, key, tensor.
     """
     keys: dict[str, list[str]] = {}
     end = _of_replica(_origin(stages, saved))

@@ -124,10 +124,8 @@ class HeaderWriter:
         more = "," if self._count else ""
         header = f'{{"__metadata__":{{"format":"pt","raypp":{raypp}}}{more}{self._tensors}'.encode()
         if not BOUNDS.hold(header):
-            raise CheckpointError(
-                f"a rank's {self._count:,} tensors need a larger header than any reader accepts",
-                "spread the layers over more pipeline stages",
-            )
+            fault = f"a rank's {self._count:,} tensors need a larger header than any reader accepts"
+            raise CheckpointError(fault, "spread the layers over more pipeline stages")
         header += b" " * (-len(header) % 8)
         return len(header).to_bytes(8, "little") + header
 

@@ -2,8 +2,7 @@
 
 Reads what transformers 4 and 5 write; writes keys that both read.
 
-Each family defines the keys it has (`raypp.job.family.HfFormat`). Settings that raypp does not
-compute are refused by name, never ignored.
+Families define their keys (`job.family.HfFormat`). Unknown settings are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -200,8 +199,5 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
             continue
         meant = values[name]
         if stated != meant:
-            yield Problem(
-                f"model.{name}",
-                f"is {brief(stated)}, but {place} says {brief(meant)}",
-                f"remove the key (from_hf sets it), or write {brief(meant)}" + " or more" * (name == "vocab_size"),
-            )
+            fix = f"remove the key (from_hf sets it), or write {brief(meant)}" + " or more" * (name == "vocab_size")
+            yield Problem(f"model.{name}", f"is {brief(stated)}, but {place} says {brief(meant)}", fix)

@@ -120,8 +120,7 @@ def _objects(shapes: Mapping[str, Shape], there: Mapping[str, HfTensor], object_
 
 
 def one_dtype(tensors: list[HfTensor]) -> str:
-    """Returns the common dtype of a layer's experts, which are stacked into one tensor. Raises
-    JobError: their dtypes differ."""
+    """Returns the dtype of a layer's experts, which are stacked. Raises JobError: dtypes differ."""
     kinds = sorted({tensor.dtype for tensor in tensors})
     if len(kinds) > 1:
         fault = f"experts of {' and '.join(kinds)} cannot be stacked"

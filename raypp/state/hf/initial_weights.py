@@ -27,8 +27,7 @@ _READERS = 8
 
 @dataclass(frozen=True)
 class LoadedFromHf:
-    """Statistics of a load. `tensors`: number of file tensors read, in part or whole. `bytes_read`:
-    bytes of tensors read by this rank."""
+    """Statistics of a rank's load. `tensors`: number read, also in part. `bytes_read`: of these."""
 
     tensors: int
     bytes_read: int

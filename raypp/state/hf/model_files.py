@@ -117,9 +117,8 @@ class HfFiles:
         CheckpointError: there are too many to be a model."""
         infos = list(islice(self.store.list(), _MOST_FILES + 1))
         if len(infos) > _MOST_FILES:
-            raise CheckpointError(
-                Problem(self.store.url, f"has more than {_MOST_FILES:,} files", "name a model's folder")
-            )
+            fault = f"has more than {_MOST_FILES:,} files"
+            raise CheckpointError(Problem(self.store.url, fault, "name a model's folder"))
         return [info for info in infos if "/" not in info.key]
 
     def tensors(self, wanted: Iterable[str] | None = None) -> dict[str, HfTensor]:
@@ -295,11 +294,10 @@ def _may_grow(files: HfFiles, name: str, stored: Shape, wanted: Shape) -> bool:
 
 
 def base_identity(files: HfFiles) -> str | None:
-    """Returns the identity of a model's weights, the same wherever its files lie. It depends on the
-    sizes of the safetensors files, on their beginnings and on samples of their tensors, some
-    hundred KB, but not on their names. Sizes and headers would not do: a base and its fine-tune
-    have the same. It has 16 hexadecimal digits; None if there are no safetensors. Raises
-    StoreError: the store does not answer."""
+    """Returns the identity of a model's weights, the same wherever its files lie. It depends on
+    sizes, beginnings and samples (some hundred KB) of the safetensors files, not on names. Sizes
+    and headers would not do: a base and its fine-tune have the same. It has 16 hexadecimal digits;
+    None if there are no safetensors. Raises StoreError: the store does not answer."""
     here = [info for info in files.listed() if info.key.endswith(".safetensors")]
 
     def sampled(key: str, size: int) -> bytes:

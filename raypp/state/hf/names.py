@@ -44,8 +44,7 @@ def hf_parts(name: str, shape: Sequence[int]) -> Iterator[HfPart]:
 
 
 def model_tensors(options: DecoderOptions) -> dict[str, Shape]:
-    """Returns the global names and shapes of a whole model, without building it. Raises JobError:
-    the model is not of one of raypp's families."""
+    """Returns global names and shapes of a model, not built. Raises JobError: an unknown family."""
     family = family_of(options)
     if family is None:
         fault = f"only {options.kind}'s own code knows its tensors"

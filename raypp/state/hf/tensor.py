@@ -132,8 +132,7 @@ def _fp8_table() -> Array:
 
 
 def dequantised(blocks: Array, scales: Array) -> Array:
-    """Returns weights `[E, in, out]` as bits of bf16; blocks `[E, out, G, 16]`, scales `[E, out,
-    G]`."""
+    """Returns bf16 bits `[E, in, out]` of blocks `[E, out, G, 16]` and scales `[E, out, G]`."""
     experts, rows, groups, _ = blocks.shape
     numbers = np.empty((experts, 2 * _GROUP_BYTES * groups, rows), np.uint16)
     for into, codes, exponents in zip(numbers, blocks, scales, strict=True):  # one at a time: they are large

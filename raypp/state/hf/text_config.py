@@ -40,8 +40,7 @@ def known_wholes() -> str:
 
 
 def with_text_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with other values of its text. A key of a multimodal model changes where
-    it is; a new one goes to the text."""
+    """Returns config.json with other values of its text: in place, or as new keys of the text."""
     if not multimodal(config):
         return {**config, **changes}
     text = {**config, **text_config(config)}

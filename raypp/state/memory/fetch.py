@@ -1,7 +1,6 @@
 """What ranks tell each other over the CPU process group, and parts of snapshots that they send.
 
-Metadata travels as JSON, never as a pickle. A part is announced first, and sent if the receiver
-wants it: what a peer says is not believed.
+Metadata is JSON, never a pickle. A part is announced, then sent if wanted: no peer is believed.
 """
 
 from __future__ import annotations

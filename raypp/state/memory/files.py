@@ -148,8 +148,7 @@ def close_unlocked(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def open_shared(path: Path) -> Iterator[int]:
-    """Opens a file beside other readers. Raises BlockingIOError: a living process writes it;
-    OSError: it cannot be opened."""
+    """Opens a file beside readers. Raises OSError; BlockingIOError: a living process writes it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -248,8 +247,7 @@ def remove(path: Path) -> bool:
 
 
 def life_of(store: ObjectStore, job: Job) -> str:
-    """Returns 12 hex digits for the run's location and first attempt. They differ for another
-    store, and for a run that was started over."""
+    """Returns 12 hex digits of the run's place and first attempt: others if it was started over."""
     try:
         first = store.get(attempt_key(job.name, 1))
     except NotFound:
@@ -268,8 +266,7 @@ def remove_run(life: str, directory: Path | None = None) -> list[str]:
 
 
 def keep_run(life: str, directory: Path | None = None) -> None:
-    """Keeps the files of a run, which hold what could not be saved, until it is resumed or deleted:
-    they count as changed far in the future."""
+    """Keeps a run's unsaved state until it is resumed or deleted: as changed in the future."""
     for path in files_of(life, directory):
         with contextlib.suppress(OSError):
             os.utime(path, (time.time() + 2 * _KEPT_S,) * 2)

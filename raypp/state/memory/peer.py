@@ -96,8 +96,7 @@ class CopyReceiver:
                 self._take(connection, owner)
 
     def _alone(self, owner: int, connection: socket.socket) -> threading.Lock:
-        """Closes the same rank's earlier connection, which may be broken without having noticed.
-        Two connections must not write one slot."""
+        """Closes the rank's earlier connection, perhaps broken: two must not write one slot."""
         before, lock = self._of.get(owner, (None, threading.Lock()))
         self._of[owner] = (connection, lock)
         if before is not None:

@@ -294,9 +294,8 @@ def _own_slot(here: Here, best: Snapshots, rank: int) -> Slot | None:
 
 
 class _Try:
-    """One try to restore certain snapshots. All ranks make the same calls. `same_mesh`: whether
-    each rank needs its own snapshot, and no other. `reasons`: why it failed. `damage`: whether
-    there is a file to leave out next time."""
+    """One try to restore certain snapshots. All ranks make the same calls. `same_mesh`: ranks need
+    only their own snapshots. `reasons`: why it failed. `damage`: a file is to be left out next."""
 
     def __init__(
         self, tier: MemoryTier, best: Snapshots, here: Here, result: FoundInMemory, damaged: set[Path], files: ExitStack

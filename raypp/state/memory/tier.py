@@ -66,10 +66,9 @@ _SHARE = 0.02
 
 @dataclass
 class SnapshotCosts:
-    """Recent costs of snapshots and durations of steps, in seconds. `steps`: durations of the last
-    steps, by the host's clock: it waits once in each. `unread`: complete snapshots, and what each
-    cost apart from the update that it held. A device may reach that update only after the next
-    snapshot has been taken."""
+    """Recent costs of snapshots and durations of steps, in seconds. `steps`: of the last, by the
+    host's clock, which waits once in each. `unread`: complete snapshots, and what each cost apart
+    from the update that it held. A device may reach that update only after the next snapshot."""
 
     snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
@@ -365,8 +364,7 @@ class MemoryTier:
         return self.apart is not None and self.apart.job.savable(step)
 
     def _is_free(self, taken: int) -> bool:
-        """Returns whether a file may be overwritten, besides that of the step `taken`. The same on
-        all ranks, by what they agreed."""
+        """Returns whether a file may be overwritten, besides `taken`'s; the same on all ranks."""
         return sum(step >= 0 for step in self._needed | {taken}) < self._files
 
     @property
@@ -378,8 +376,7 @@ class MemoryTier:
         return {self._common, self._copied, self._ticket, self._pinned}
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Closes the tier at the end of the attempt, as an `ExitStack` callback. Removes the files
-        if no attempt will resume from them."""
+        """Closes the tier as an `ExitStack` callback; removes files that nobody resumes from."""
         self.close(delete=kind is None or isinstance(error, (JobError, DataError)))
 
     def close(self, *, delete: bool) -> None:

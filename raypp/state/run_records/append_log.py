@@ -68,8 +68,7 @@ class PartWriter:
                 self._dropped += 1
 
     def write(self) -> None:
-        """Makes every line added so far durable. Raises RayppError: the store failed. Nothing is
-        lost: the next call tries again."""
+        """Makes all lines so far durable. Raises RayppError: the store failed; call again."""
         while True:
             self._fill()
             if len(self._part) == self._written:
@@ -96,9 +95,8 @@ class PartWriter:
         if self._number is None:
             self._number = self._next_number()
         while self._written == 0:
-            # The part's first write must replace nothing: neither another process's part of the
-            # same name, nor this writer's own, which the store may have stored despite an error
-            # response.
+            # The part's first write must replace nothing: neither another process's part of this
+            # name, nor this writer's own, which the store may have despite an error response.
             key = self._key(self._number)
             try:
                 self._store.put(key, bytes(self._part), if_absent=True)

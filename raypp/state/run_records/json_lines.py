@@ -1,8 +1,7 @@
 """Encodes the records of a run as JSON lines, and decodes them.
 
-Floats are written as Python's `repr` writes them, so reading gives the same bits; NaN and
-infinities appear as `NaN`, `Infinity` and `-Infinity`, which Python's `json` accepts. Unknown
-fields are ignored.
+Floats are written as by Python's `repr`, so reading gives the same bits; NaN and infinities as
+`NaN`, `Infinity` and `-Infinity`, which Python's `json` accepts. Unknown fields are ignored.
 """
 
 from __future__ import annotations

@@ -126,8 +126,7 @@ class RunReader:
 
     def _poll(self, folder: str, cursor: Cursor, read: Callable[[bytes], _Record]) -> list[_Record]:
         writers = new_lines(self.store, f"{self.run}/{folder}", cursor)
-        # Read everything before the cursor moves: if the store fails halfway, the next poll repeats
-        # it.
+        # Read everything before the cursor moves: if the store fails, the next poll repeats it.
         pairs = [pair for lines in writers.values() for pair in self._read_each(lines, read)]
         for _, line in pairs:
             cursor.pass_by(line)

@@ -34,13 +34,10 @@ class RunRecorder:
     loses only what came after the last write.
 
     Args:
-        writer: A name that no other live writer of the run has: `a2` for attempt 2, `c1` for a
-            controller's first life.
-        interval_s: Seconds between writes; None for 1 with a directory or a server on this machine,
-            else 2.
+        writer: Unique in the run: `a2` for attempt 2, `c1` for a controller's first life.
+        interval_s: Seconds between writes; None: 1 with a directory or a local server, else 2.
         log_memory_bytes: Largest size of unwritten log lines in memory.
-        before_status: Called in each round of writes before the status is written, and again if it
-            raises.
+        before_status: Called in each round of writes before the status, and again if it raises.
     """
 
     def __init__(

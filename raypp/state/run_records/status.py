@@ -106,8 +106,7 @@ def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: floa
         gone: Why the run's cluster is known to be gone; empty if it may be there.
 
     Returns:
-        The status itself, or a copy with the state FAILED and an error that says since when the run
-        has been silent.
+        The status, or a copy with the state FAILED and an error that says since when it is silent.
     """
     if is_final(status) or alive:
         return status

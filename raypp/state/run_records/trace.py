@@ -1,7 +1,6 @@
 """Traces: what every rank did in a few steps, and when. One object per rank in the run's store.
 
-`NAME/traces/a2-s00000012/rank-00003.json` is what rank 3 did from step 12 of attempt 2 on. All
-times of a trace are on rank 0's clock.
+`NAME/traces/a2-s00000012/rank-00003.json` : rank 3 from step 12 of attempt 2 on, by rank 0's clock.
 
 torch's profiler shows kernels of one rank on its own clock, without messages and what waits for
 them; spans sent with the reports would all pass through one controller.
@@ -111,8 +110,7 @@ class TracePlace(NamedTuple):
 
 
 def list_traces(store: ObjectStore, run: str) -> dict[TracePlace, list[int]]:
-    """Returns the traces of a run, oldest first, and the ranks whose part is there. Raises
-    StoreError: the store does not answer."""
+    """Returns a run's traces, oldest first, and the ranks that are there. Raises StoreError."""
     traces: dict[TracePlace, list[int]] = {}
     start = f"{run}/traces/"
     for info in store.list(start):
@@ -122,8 +120,7 @@ def list_traces(store: ObjectStore, run: str) -> dict[TracePlace, list[int]]:
 
 
 def read_trace(store: ObjectStore, run: str, place: TracePlace, ranks: Iterable[int]) -> list[RankTrace]:
-    """Returns the parts of these ranks, by rank. Raises CheckpointError: a part is not a trace;
-    StoreError: the store does not answer."""
+    """Returns these ranks' parts. Raises CheckpointError: it is no trace; StoreError."""
     return [_read(store, f"{place.folder(run)}/rank-{rank:05d}.json") for rank in ranks]
 
 

@@ -39,16 +39,14 @@ class Tracker(Protocol):
     newest: int
 
     def values(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Takes values of a step; `time` is in seconds since 1970. Steps ascend, but values of an
-        evaluation may follow those of later steps."""
+        """Takes a step's values; `time`: s since 1970. Steps ascend, except of evaluations."""
 
     def text(self, step: int, time: float, name: str, text: str) -> None:
         """Takes a text of a step, in Markdown."""
 
     def rewind(self, step: int) -> bool:
         """The run continues at `step`; what it knows of later ones is void. Also called before the
-        first step of each life. Returns whether it forgets them; else repeated steps are left
-        out."""
+        first step of each life. Returns whether it forgets them; else repeats are left out."""
 
     def close(self, state: str) -> None:
         """Writes everything. `state`: how the run ended, such as SUCCEEDED; empty if that is

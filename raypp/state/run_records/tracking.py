@@ -256,8 +256,7 @@ class FolderCopy:
 
 
 def identity(store: ObjectStore, run: str) -> str:
-    """Returns the id of a run for trackers: the same in every life of it, but different if a run of
-    that name was deleted and started again."""
+    """Returns a run's id for trackers: the same in all its lives, another if it is started anew."""
     key = f"{run}/trackers/id"
     with contextlib.suppress(AlreadyExists):
         store.put(key, f"{run[:40]}-{secrets.token_hex(4)}".encode(), if_absent=True)

@@ -157,9 +157,7 @@ class Examination:
     def _groups(self, working: list[int]) -> list[dict[str, Any]]:
         """Tries NCCL among the GPUs of each node, of each two nodes, and of all; else gloo."""
         devices = {index: self._devices_of(index) for index in working}
-        devices = {index: names for index, names in devices.items() if names} or {
-            index: ["cpu"] * 2 for index in working
-        }
+        devices = {node: names for node, names in devices.items() if names} or {node: ["cpu"] * 2 for node in working}
         every = list(devices)
         turns = [[[index]] for index, names in devices.items() if len(names) > 1]
         if len(every) > 2 and devices[every[0]][0] != "cpu":

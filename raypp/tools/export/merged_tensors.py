@@ -130,8 +130,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def rounded(rows_MC: Array, base: Base) -> Array:
-    """Returns weights as they are after they were quantised and dequantised. `rows_MC`: whole rows,
-    `[..., M, C]`, in fp32."""
+    """Returns weights quantised and dequantised. `rows_MC`: whole rows, `[..., M, C]`, fp32."""
     through = {"int8": _through_int8, "fp8": _through_fp8, "nf4": _through_nf4}[base]
     return through(rows_MC)
 

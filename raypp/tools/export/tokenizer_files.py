@@ -82,9 +82,8 @@ def tokenizer_files(
         if asked is not None:
             raise DataError(Problem(OPTION, problem.fault, problem.fix) for problem in error.problems) from error
         why = "; ".join(problem.fault for problem in error.problems)
-        return TokenizerFiles(
-            alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
-        )
+        remark = f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"
+        return TokenizerFiles(alone, remarks=[remark])
     turns = _turn_ends(data, name if name == "bytes" else str(path), added)
     count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids, added)
     if count > options.vocab_size and (end is None or ids[end] >= options.vocab_size):

@@ -53,8 +53,7 @@ class InferenceWorker:
         return self._name
 
     def info(self) -> WorkerInfo:
-        """Returns where this process runs, and a port of its node that is free now. Raises
-        JobError: the node lacks what raypp needs."""
+        """Returns this process' place and a free port. Raises JobError: the node lacks packages."""
         check_node(f"node {socket.gethostname()}")
         return worker_info()
 

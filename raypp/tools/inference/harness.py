@@ -75,8 +75,7 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         return [int(one) for one in ids]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Scores continuations of texts, without the harness's bar. Raises JobError: a continuation
-        has more tokens than the model's context."""
+        """Scores continuations of texts. Raises JobError: one exceeds the model's context."""
         try:
             scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         except _TooLong as error:

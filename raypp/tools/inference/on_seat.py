@@ -36,9 +36,8 @@ Turn = Callable[[], Mapping[str, Any] | None]
 
 
 def answer(request: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Uses a model on this machine. Lines of standard input are further turns. `request`, `tell`:
-    as `compute` takes them. Raises ResourcesError: texts need more GPUs than there are. Raises
-    RayppError: a rank failed."""
+    """Uses a model here. Lines of standard input are further turns. `request`, `tell`: `compute`'s.
+    Raises ResourcesError: too few GPUs for texts. Raises RayppError: a rank failed."""
     world = parse_job(request["job"]).mesh.world
     prepare_driver()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0

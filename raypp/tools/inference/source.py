@@ -91,8 +91,7 @@ class Source:
         return job
 
     def open_tokenizer(self) -> PromptTokenizer:
-        """Opens the tokenizer. Raises JobError: there is none, or it does not fit the model. Raises
-        DataError: its file is missing or invalid."""
+        """Opens the tokenizer. Raises JobError: none, or it does not fit; DataError: a bad file."""
         if self.tokenizer is None:
             fix = "put the tokenizer.json that it was trained with beside config.json"
             if self.run:
@@ -153,8 +152,7 @@ def find_source(argument: str, step: int | None = None, *, trust: bool = False) 
 
 
 def committed_steps(store: ObjectStore, run: str, only: int | None) -> list[int]:
-    """Returns the committed steps of a run, or only the requested one. Raises JobError: the
-    requested step is not committed."""
+    """Returns a run's committed steps, or the one asked for. Raises JobError: it is not there."""
     steps = [checkpoint.step for checkpoint in list_checkpoints(store, run)]
     if only is None:
         return steps
@@ -173,9 +171,8 @@ def newest_checkpoint(
     store: ObjectStore, run: str, step: int | None = None
 ) -> tuple[Commit, SavedTensors, list[Problem]]:
     """Finds a run's newest checkpoint of which COMMIT and all headers can be read. `step`: only
-    this one; None: any. Returns COMMIT, the tensors, and the problems of newer checkpoints that
-    cannot be read. Raises JobError: the step is not committed; CheckpointError: there is no
-    checkpoint, or none can be read."""
+    this one; None: any. Returns COMMIT, the tensors, and the problems of newer ones. Raises
+    JobError: the step is not committed; CheckpointError: none can be read."""
     if not (steps := committed_steps(store, run, step)):
         raise nothing_committed(store, run)
     unusable: list[Problem] = []

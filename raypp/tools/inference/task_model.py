@@ -49,8 +49,7 @@ class Scored(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of a row. `logprob`: summed log-probability of the scored ids. `greedy`: whether
-    each of them is the most probable one."""
+    """A row's score. `logprob`: sum over the scored ids. `greedy`: each is the most probable."""
 
     logprob: float
     greedy: bool

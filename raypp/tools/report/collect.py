@@ -56,13 +56,8 @@ def collect(place: RunPlace, reader: RunReader) -> RunData:
     status = present_status(place, reader)
     steps, events = reader.steps(), reader.events()
     if not steps and not events:
-        raise JobError(
-            Problem(
-                "RUN",
-                f"{place.name} has written neither events nor steps to {place.url}",
-                "report a run that has begun: `raypp list` shows the runs and their steps",
-            )
-        )
+        fix = "report a run that has begun: `raypp list` shows the runs and their steps"
+        raise JobError(Problem("RUN", f"{place.name} has written neither events nor steps to {place.url}", fix))
     if reader.damaged:
         notes.append(f"{reader.damaged} damaged lines of the records were left out")
     job, pipeline = None, None

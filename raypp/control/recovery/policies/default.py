@@ -59,10 +59,6 @@ class DefaultPolicy:
             return GiveUp(f"{describe(cause)} (twice in a row, so a restart would not help)", traits.exit_code)
         in_vain = restarts_without_progress(history)
         if in_vain >= self.max_restarts:
-            return GiveUp(f"{describe(cause)}; {self._spent(in_vain)}", traits.exit_code)
+            spent = f"{in_vain} restarts in a row brought no newer checkpoint (recovery.max_restarts)"
+            return GiveUp(f"{describe(cause)}; {spent if in_vain else 'recovery.max_restarts is 0'}", traits.exit_code)
         return Restart(0.0 if in_vain == 0 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (in_vain - 1)))
-
-    def _spent(self, in_vain: int) -> str:
-        if not in_vain:
-            return "recovery.max_restarts is 0"
-        return f"{in_vain} restarts in a row brought no newer checkpoint (recovery.max_restarts)"
