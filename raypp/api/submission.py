@@ -342,14 +342,9 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
         fault = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
         raise UnreachableError(Problem("address", fault, "submit it again when the cluster answers"))
     if alive:
-        raise JobError(
-            Problem(
-                "name",
-                f"a run named {job.name!r} is active in this cluster",
-                f"follow it with `raypp status {job.name} --watch`, stop it with `raypp stop {job.name}`, "
-                "or choose another name",
-            )
-        )
+        follow, stop = f"`raypp status {job.name} --watch`", f"`raypp stop {job.name}`"
+        fix = f"follow it with {follow}, stop it with {stop}, or choose another name"
+        raise JobError(Problem("name", f"a run named {job.name!r} is active in this cluster", fix))
 
 
 def _perhaps_accepted(job: Job) -> Problem:

@@ -138,9 +138,8 @@ def slurm_command(job: Path, overrides: tuple[str, ...], resume: bool) -> None:
     allocation = Allocation.of(os.environ)
     if not job.is_file():
         fault = f"there is no {job} on {allocation.nodes[0]}, seen from {Path.cwd()}"
-        raise JobError(
-            Problem(str(job), fault, "keep the job file in a folder that all nodes share, and give its path from there")
-        )
+        fix = "keep the job file in a folder that all nodes share, and give its path from there"
+        raise JobError(Problem(str(job), fault, fix))
     file = load_checked_job(job, overrides)
     _check_size(file.job, allocation)
     if allocation.restarts:  # the run may have begun before the job was requeued

@@ -54,11 +54,8 @@ def parity_command(
     world = Mesh.of(file.job.mesh).world
     _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then in one process …"):
-        answer = ask(
-            "raypp.tools.parity",
-            {"job": job_document(file.job), "steps": steps, "tolerance": tolerance},
-            "the comparison",
-        )
+        request = {"job": job_document(file.job), "steps": steps, "tolerance": tolerance}
+        answer = ask("raypp.tools.parity", request, "the comparison")
     if as_json:
         echo_json(answer)
     else:

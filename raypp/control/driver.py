@@ -215,8 +215,7 @@ def _recorded_end(request: RunRequest) -> RunEnd | None:
     """Returns how the submission ended, if its store says so. A controller that has heard nothing
     from its driver for some seconds does not wait for it."""
     with contextlib.suppress(RayppError):
-        store = open_store(request.job["checkpoint"]["url"])
-        return read_end(store, request.run, request.number or None)
+        return read_end(open_store(request.job["checkpoint"]["url"]), request.run, request.number or None)
     return None
 
 

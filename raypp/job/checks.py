@@ -229,11 +229,8 @@ def _model(job: Job) -> Iterator[Problem]:
         pass  # its widths of heads are its own
     elif model.head_dim is None and model.hidden_size % model.num_heads:
         better = max(1, round(model.hidden_size / model.num_heads)) * model.num_heads
-        yield Problem(
-            "model.hidden_size",
-            f"{model.hidden_size} is not divisible by {model.num_heads} heads",
-            f"use a multiple of model.num_heads ({better}), or set model.head_dim",
-        )
+        fix = f"use a multiple of model.num_heads ({better}), or set model.head_dim"
+        yield Problem("model.hidden_size", f"{model.hidden_size} is not divisible by {model.num_heads} heads", fix)
     elif model.dim_per_head % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size"
         fix = f"use an even width, for example {model.dim_per_head + 1} per head"
@@ -245,11 +242,9 @@ def _model(job: Job) -> Iterator[Problem]:
         yield Problem("model.router_bias_rate", fault, "use 0, or train.sync.kind exact")
     if model.num_heads % model.kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
-        yield Problem(
-            "model.num_kv_heads",
-            f"{model.num_heads} query heads cannot be split evenly over {model.kv_heads} key/value heads",
-            f"use a divisor of model.num_heads: {one_of([str(n) for n in divisors])}",
-        )
+        fault = f"{model.num_heads} query heads cannot be split evenly over {model.kv_heads} key/value heads"
+        fix = f"use a divisor of model.num_heads: {one_of([str(n) for n in divisors])}"
+        yield Problem("model.num_kv_heads", fault, fix)
     source = known_source(job.data.kind)
     bytes_used = job.data.tokenizer == "bytes" and source is not None and source.ids == "text"
     if bytes_used and model.vocab_size < BYTE_IDS:

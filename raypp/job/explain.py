@@ -78,9 +78,8 @@ def schema() -> dict[str, Any]:
         ("TrackerOptions", "observe.trackers.kind"),
     ):
         choice = CHOICES[key]
-        _property(definitions, section, key.rpartition(".")[2]).update(
-            anyOf=[{"enum": choice.words()}, {"pattern": choice.own.pattern}]
-        )
+        forms = [{"enum": choice.words()}, {"pattern": choice.own.pattern}]
+        _property(definitions, section, key.rpartition(".")[2]).update(anyOf=forms)
     job = definitions.pop("Job")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, **job, "title": "raypp job"}
 

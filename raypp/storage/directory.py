@@ -329,9 +329,8 @@ class DirectoryStore:
             fix = f"let this user read and write {refused}"
             return AccessRefused(Problem(url, f"not allowed: {error.strerror}", fix))
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return StoreError(
-                Problem(url, "the disk is full", "free some space, lower checkpoint.keep, or use another directory")
-            )
+            fix = "free some space, lower checkpoint.keep, or use another directory"
+            return StoreError(Problem(url, "the disk is full", fix))
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
             fault = f"a file is where a folder is needed, or the reverse: {error}"
             return StoreError(Problem(url, fault, "use another checkpoint.url"))

@@ -160,9 +160,7 @@ class OtherTraffic:
         return any(_unacknowledged(descriptor) >= _LEAST_BYTES for descriptor in self._descriptors)
 
     def _list(self) -> list[int]:
-        if not _FDS.is_dir():
-            return []
-        return [int(entry.name) for entry in _FDS.iterdir() if self._counts(entry)]
+        return [int(entry.name) for entry in _FDS.iterdir() if self._counts(entry)] if _FDS.is_dir() else []
 
     def _counts(self, entry: Path) -> bool:
         with suppress(OSError):  # another thread may close it meanwhile

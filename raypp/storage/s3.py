@@ -122,13 +122,8 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
         fault = f"{url!r} is not of the form s3://bucket/prefix"
         raise JobError(Problem("checkpoint.url", fault, "use a bucket name of 3 to 63 characters from a-z 0-9 . -"))
     if match["bucket"].endswith("--x-s3"):
-        raise JobError(
-            Problem(
-                "checkpoint.url",
-                f"{url} is a directory bucket (S3 Express): it cannot be listed by any prefix, as raypp does",
-                "use a general purpose bucket",
-            )
-        )
+        fault = f"{url} is a directory bucket (S3 Express): it cannot be listed by any prefix, as raypp does"
+        raise JobError(Problem("checkpoint.url", fault, "use a general purpose bucket"))
     prefix = (match["prefix"] or "").strip("/")
     if prefix:
         check_key(prefix)

@@ -418,14 +418,10 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
     if isinstance(error, ClientError):
         return _refusal(error, store, url, after)
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-        return AccessRefused(
-            Problem(
-                store.url,
-                "the S3 server of no embedded cluster runs here, and no credentials for another were found",
-                "run `raypp local up` if it is the embedded cluster's; else set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-            )
-        )
+        fault = "the S3 server of no embedded cluster runs here, and no credentials for another were found"
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        fix = f"run `raypp local up` if it is the embedded cluster's; else set {keys}"
+        return AccessRefused(Problem(store.url, fault, fix))
     if isinstance(error, CredentialRetrievalError):
         fault = f"cannot get new credentials: {in_brief(error)}"
         return AccessRefused(Problem(store.url, fault, "check the profile that AWS_PROFILE names"))
@@ -437,21 +433,12 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
         return StoreError(Problem(url, fault, "check the server and the network"))
     if isinstance(error, (BotoCoreError, HTTPError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
-        return ServerNotThere(
-            Problem(
-                url,
-                f"no answer from the S3 server at {where}: {in_brief(error)}{after}",
-                "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address",
-            )
-        )
+        fault = f"no answer from the S3 server at {where}: {in_brief(error)}{after}"
+        fix = "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address"
+        return ServerNotThere(Problem(url, fault, fix))
     if isinstance(error, _PARSING):
-        return StoreError(
-            Problem(
-                url,
-                f"the server's answer cannot be parsed: {in_brief(in_words(error))}",
-                "check the server, and every proxy before it",
-            )
-        )
+        fault = f"the server's answer cannot be parsed: {in_brief(in_words(error))}"
+        return StoreError(Problem(url, fault, "check the server, and every proxy before it"))
     return error
 
 
@@ -461,12 +448,9 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
     code, message = in_brief(code), in_brief(answer.get("Error", {}).get("Message", ""))
     at = f" at {store.endpoint}" if store.endpoint else ""
     if code == "NoSuchBucket":
+        fault = f"the bucket {store.bucket!r} does not exist{at}"
         return BucketMissing(
-            Problem(
-                "checkpoint.url",
-                f"the bucket {store.bucket!r} does not exist{at}",
-                "create it, or correct the name; raypp creates no buckets",
-            )
+            Problem("checkpoint.url", fault, "create it, or correct the name; raypp creates no buckets")
         )
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:
         return NotFound(Problem(place, "there is no such object"))
@@ -474,14 +458,12 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
     if fault:
         return AccessRefused(Problem(place, fault, fix))
     if status in (401, 403):
-        return AccessRefused(
-            Problem(
-                place,
-                f"access denied{at} ({code or status}{': ' + message if message else ''})",
-                f"allow the key to list, read, write and delete in the bucket {store.bucket!r}; if its policy asks "
-                "for encryption or an ACL on writes, set RAYPP_S3_ENCRYPTION (AES256, aws:kms) or RAYPP_S3_ACL",
-            )
+        fix = (
+            f"allow the key to list, read, write and delete in the bucket {store.bucket!r}; if its policy asks "
+            "for encryption or an ACL on writes, set RAYPP_S3_ENCRYPTION (AES256, aws:kms) or RAYPP_S3_ACL"
         )
+        fault = f"access denied{at} ({code or status}{': ' + message if message else ''})"
+        return AccessRefused(Problem(place, fault, fix))
     if status == 301 or code in _MOVED:
         fault = f"the bucket is in another region: {message}"
         return StoreError(Problem(place, fault, "set AWS_REGION to the bucket's region"))

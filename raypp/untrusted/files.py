@@ -42,9 +42,7 @@ def special_kind(path: Path) -> str | None:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except (OSError, ValueError) as cause:
         return f"a link that cannot be followed ({getattr(cause, 'strerror', cause)})" if path.is_symlink() else None
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return None
-    return kind_of(mode)
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else kind_of(mode)
 
 
 def kind_of(mode: int) -> str:

@@ -199,9 +199,8 @@ def _address_towards(node: str) -> str:
     try:
         return address_towards(node)
     except OSError as error:
-        raise UnreachableError(
-            Problem(f"node {node}", f"its name has no address here: {error}", "check DNS or /etc/hosts")
-        ) from None
+        fault = f"its name has no address here: {error}"
+        raise UnreachableError(Problem(f"node {node}", fault, "check DNS or /etc/hosts")) from None
 
 
 def _run(*command: str) -> str:

@@ -162,9 +162,7 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
         return _wait_for(f"{_COLLECTIVE_NAMES[inner]} with", late)
     if one.reached:
         return _stage_wait(one, everyone)
-    if one.inside:
-        return _group_wait(one, everyone)
-    return None
+    return _group_wait(one, everyone) if one.inside else None
 
 
 def _wait_for(words: str, ranks: Sequence[RankActivity]) -> _Wait | None:

@@ -41,11 +41,8 @@ class DeltaOptions(PartialRotaryOptions):
     def delta_rule(self, index: int) -> DeltaRule | None:
         full = (index + 1) % _EVERY == 0 if self.layer_types is None else self.layer_types[index] == FULL
         heads = self.linear_num_key_heads, self.linear_num_value_heads
-        return (
-            None
-            if full
-            else DeltaRule(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
-        )
+        dims = self.linear_key_head_dim, self.linear_value_head_dim
+        return None if full else DeltaRule(*heads, *dims, self.linear_conv_kernel_dim)
 
     def stage_ends(self) -> StageEnds:
         return StageEnds(gain_from_zero=True)

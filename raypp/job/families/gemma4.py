@@ -129,11 +129,8 @@ class Gemma4Layer(Layer):
 
     def weights(self, options: Any, index: int) -> list[Weight]:
         dropped = ("k_proj", "v_proj", "k_norm") if self.takes else ("v_proj",) if self.keys_as_values else ()
-        weights = [
-            weight
-            for weight in super().weights(options.of_layer(index), index)
-            if weight.name.split(".")[1] not in dropped
-        ]
+        every = super().weights(options.of_layer(index), index)
+        weights = [weight for weight in every if weight.name.split(".")[1] not in dropped]
         return [*weights, *self._own(options.hidden_size), *(_experts(options) if self.beside else ())]
 
     def _own(self, width: int) -> Iterator[Weight]:

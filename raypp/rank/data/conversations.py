@@ -283,11 +283,8 @@ def _complete(
     if system:
         first = messages[0]
         if first["role"] not in ("system", "developer"):
-            messages, marks, begin = (
-                [{"role": "system", "content": system}, *messages],
-                (None, *marks),
-                begin + bool(begin),
-            )
+            messages = [{"role": "system", "content": system}, *messages]
+            marks, begin = (None, *marks), begin + bool(begin)
         elif first["content"] != system:
             fault = "has a system text of its own beside the turns, and another as the first turn"
             raise RowFault(fault, "keep one of them")

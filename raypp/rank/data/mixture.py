@@ -80,7 +80,10 @@ class MixtureOrder(RowOrder):
         self.start: MixtureCursor = (PartCursor(),) * len(parts)
         self._plans = [plan(part.corpus, _seed(seed, index)) for index, part in enumerate(parts)]
         self._totals = [int(part.corpus.lengths().sum()) for part in parts]
-        self._limits = [_limit(part, total) for part, total in zip(parts, self._totals, strict=True)]
+        self._limits = [
+            part.tokens if part.epochs is None else ceil(Fraction(repr(part.epochs)) * total)
+            for part, total in zip(parts, self._totals, strict=True)
+        ]
         self._shares = {0: _shares([part.weight for part in parts])}  # by the first row of the phase
         self._shares |= {(step - 1) * rows_per_step: _shares(weights) for step, weights in phases}
         self._first_document = [0]
@@ -216,12 +219,6 @@ def _shares(weights: Sequence[float]) -> list[int]:
     """Returns weights as whole numbers of the same proportions."""
     shares = [Fraction(repr(weight)) for weight in weights]
     return [int(share * lcm(*(one.denominator for one in shares))) for share in shares]
-
-
-def _limit(part: Part, total: int) -> int | None:
-    if part.epochs is not None:
-        return ceil(Fraction(repr(part.epochs)) * total)
-    return part.tokens
 
 
 def _seed(seed: int, index: int) -> int:

@@ -223,9 +223,8 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
             stat = file.stat()
             files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:
-        raise DataError(
-            Problem(place, f"no file{wanted} at {visible(path)} on this node", "use a path that exists on every node")
-        )
+        fault = f"no file{wanted} at {visible(path)} on this node"
+        raise DataError(Problem(place, fault, "use a path that exists on every node"))
     return files
 
 
@@ -268,9 +267,8 @@ def _named(place: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise type(error)(
-            [replace(p, key=place, fault=f"{p.key}: {p.fault}" if p.key else p.fault) for p in error.problems]
-        ) from error
+        problems = [replace(p, key=place, fault=f"{p.key}: {p.fault}" if p.key else p.fault) for p in error.problems]
+        raise type(error)(problems) from error
 
 
 def too_long(place: str, where: str, noun: str) -> DataError:

@@ -60,8 +60,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 def as_float64(values: Array, dtype: str) -> NDArray[np.float64]:
     """Returns a tensor's values; exact, except for integers beyond 2⁵³."""
-    wide = _bf16_to_fp32(values) if dtype == "BF16" else values
-    return wide.astype(np.float64)
+    return (_bf16_to_fp32(values) if dtype == "BF16" else values).astype(np.float64)
 
 
 def convert(values: Array, dtype: str, into: str) -> Array:

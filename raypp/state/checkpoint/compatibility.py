@@ -167,8 +167,5 @@ def _changed(key: str, before: Any, after: Any) -> Problem:
     def shown(value: Any) -> str:
         return "not set" if value is _ABSENT or value is None else _short(repr(value))
 
-    return Problem(
-        key,
-        f"is {shown(after)}, but the run began with {shown(before)}: its checkpoints do not fit the new value",
-        f"set it back to {shown(before)}, or start a new run under another name",
-    )
+    fault = f"is {shown(after)}, but the run began with {shown(before)}: its checkpoints do not fit the new value"
+    return Problem(key, fault, f"set it back to {shown(before)}, or start a new run under another name")

@@ -139,9 +139,8 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
     try:
         data = store.get(key, 0, _BOUNDS.size + 1)
     except NotFound:
-        raise CheckpointError(
-            Problem(f"{store.url}/{key}", f"there is no run {run!r} here", "check the URL and the name")
-        ) from None
+        fault = f"there is no run {run!r} here"
+        raise CheckpointError(Problem(f"{store.url}/{key}", fault, "check the URL and the name")) from None
     url = f"{store.url}/{key}"
     fix = "check whether another program wrote it"
     return dict(parse_as(_Spec, data, url, _BOUNDS, fix=fix, kind="a valid job", unknown="allow"))

@@ -362,10 +362,8 @@ def _add(
     if not isinstance(value, Tensor):
         if not isinstance(value, (bool, int, float)):
             raise TypeError(f"{name} is a {type(value).__name__}: only tensors and numbers can be saved")
-        python, value = (
-            type(value).__name__,
-            torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64),
-        )
+        python = type(value).__name__
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if coordinates is not None and not _writes(value, coordinates):
         return
     part = slice_of(name, value)

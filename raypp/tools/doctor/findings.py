@@ -202,11 +202,8 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
                 f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {slower['name']} has "
                 f"{slower['mbps'] / 1000:g}"
             )
-            yield _found(
-                Severity.SLOWS,
-                fault,
-                "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic",
-            )
+            fix = "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic"
+            yield _found(Severity.SLOWS, fault, fix)
     for ip, known in interfaces.items():
         used_names = {link["interface"] for link in good if link["from"] == ip}
         interface = _with_address(known, ip)

@@ -98,9 +98,7 @@ def events(run: RunData) -> Html:
 def samples(run: RunData) -> Html | None:
     """Shows the newest samples; None without any."""
     sampled = [event for event in run.events if class_of(event.kind) == "sample"][-_MOST_SAMPLES:]
-    if not sampled:
-        return None
-    return tag("div", *(_sample(event) for event in reversed(sampled)), cls="samples")
+    return tag("div", *(_sample(event) for event in reversed(sampled)), cls="samples") if sampled else None
 
 
 def _sample(event: Event) -> Html:
