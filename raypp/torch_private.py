@@ -262,12 +262,8 @@ def take_replica_sum(module: Any) -> dist.ProcessGroup | None:
 
     Weights and gradients stay replicated along the same axis. Replaces `FSDPParamGroup.mesh_info`
     and, where it is the same, `post_forward_mesh_info`; by the first, FSDP decides whether to sum
-    over replicas itself. Since 2.6; several groups of a module
-    since 2.13.
-
-    Returns:
-        The group of the replicas; None if the module has none, or no parameters.
-    """
+    over replicas itself. Since 2.6; several groups of a module since 2.13. Returns the group of the
+    replicas; None if the module has none, or no parameters."""
     replicas = None
     for group in _fsdp_groups(module):
         info = group.mesh_info

@@ -18,13 +18,7 @@ from raypp.errors import JobError, Problem
 from raypp.rank.data.chat_files import end_of_turn
 from raypp.rank.data.chat_template import ChatTemplate, TemplateFault
 from raypp.rank.data.tokenizer import PromptTokenizer
-from raypp.tools.inference.prompts import (
-    Answer,
-    chat_end_ids,
-    encode_conversation,
-    encode_prompts,
-    read_prompts,
-)
+from raypp.tools.inference.prompts import Answer, chat_end_ids, encode_conversation, encode_prompts, read_prompts
 from raypp.tools.inference.source import Source, find_source
 
 _LARGEST_SEED = 2**63 - 1

@@ -261,13 +261,8 @@ def search_view(result: SearchResult, job: Job) -> RenderableType:
     for place, one in enumerate(result.best, start=1):
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
-        table.add_row(
-            str(place),
-            seconds_text(cast.step_s),
-            count_text(cast.tokens_per_s),
-            size_text(cast.peak_memory),
-            Lines(settings),
-        )
+        costs = seconds_text(cast.step_s), count_text(cast.tokens_per_s), size_text(cast.peak_memory)
+        table.add_row(str(place), *costs, Lines(settings))
     best = result.best[0]
     summary = (
         f"{result.tried} forecasts; left out: {result.refused} that cannot run, {result.too_large} that do not fit"

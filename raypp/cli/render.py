@@ -240,17 +240,11 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 def loss_curve(
     points: Sequence[tuple[int, float]], *, width: int = 60, height: int = 8, ascii_only: bool = False
 ) -> list[str]:
-    """Draws values over steps.
-
-    Args:
-        points: (step, value), in ascending order of steps. Values that are not finite are skipped.
-        width: Total width in columns, including labels.
-        height: Total height in rows, including the axis and its labels (two rows).
-        ascii_only: For terminals that cannot show braille.
-
-    Returns:
-        At most `height` lines of at most `width` columns; empty for fewer than two values.
-    """
+    """Draws values over steps. `points`: (step, value), in ascending order of steps. Values that
+    are not finite are skipped. `width`: total width in columns, including labels. `height`: total
+    height in rows, including the axis and its labels (two rows). `ascii_only`: for terminals that
+    cannot show braille. Returns at most `height` lines of at most `width` columns; empty for fewer
+    than two values."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if len(points) < 2 or points[0][0] == points[-1][0]:
         return []

@@ -77,13 +77,8 @@ def facts_of(device: str, nodes: Sequence[NodeResources]) -> Facts:
         return ON_CPUS
     used = [node for node in nodes if node.gpus >= 1]
     names = [name for node in used for name in node.gpu_names or ("",)]
-    return Facts(
-        "cuda",
-        gpus=tuple(int(node.gpus) for node in used),
-        cards=tuple(names),
-        memory=_smallest_gpu(nodes),
-        precision=_auto_on(names),
-    )
+    gpus, cards = tuple(int(node.gpus) for node in used), tuple(names)
+    return Facts("cuda", gpus=gpus, cards=cards, memory=_smallest_gpu(nodes), precision=_auto_on(names))
 
 
 def _auto_on(cards: Sequence[str]) -> DtypeName:
@@ -139,14 +134,9 @@ def device_for(
     ended = "" if idle else "end another run, or "
     fix = f"{ended}add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus, ended)
     why = f"; on fewer, ranks are planned to need more memory than a GPU has ({size_text(smallest)})"
-    raise ResourcesError(
-        Problem(
-            "mesh",
-            f"{world} ranks need {world} {units}; {total} are {'there' if idle else 'free'} "
-            f"({where or 'the cluster has no node'})" + (why if too_large else ""),
-            fix,
-        )
-    )
+    fault = f"{world} ranks need {world} {units}; {total} are {'there' if idle else 'free'}"
+    fault += f" ({where or 'the cluster has no node'})" + (why if too_large else "")
+    raise ResourcesError(Problem("mesh", fault, fix))
 
 
 def precision_remark(asked: Job, job: Job, facts: Facts) -> str:
@@ -248,11 +238,7 @@ def ray_job(
     name, content = build_package(
         request, [*own_files(job), *((f"{FOLDER}/{one}", data) for one, data in files.items())]
     )
-    environment = {
-        **settings,
-        **deposit(cluster.dashboard, private),
-        "PYTHONUNBUFFERED": "1",
-    }
+    environment = {**settings, **deposit(cluster.dashboard, private), "PYTHONUNBUFFERED": "1"}
     if rank_function and os.environ.get("PYTHONPATH"):  # of tests
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     # On a cluster of one node the ranks' server imports torch while driver and controller start.

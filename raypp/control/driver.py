@@ -67,16 +67,9 @@ def command(run: str, url: str, method: str, arguments: Sequence[Any]) -> dict[s
     """Calls a method of a run's controller, which waits for its task, for a minute at most.
 
     While the controller restarts it is called again, so the controller may get it twice: a run has
-    one stop and one trace at a time, and a second save is of a later step.
-
-    Args:
-        url: Of its store, in the store's own form.
-        method: save | stop | timeline | facts.
-        arguments: Those after `patience_s`.
-
-    Returns:
-        `found`: whether there is a controller; and what the method returns.
-    """
+    one stop and one trace at a time, and a second save is of a later step. `url`: of its store, in
+    the store's own form. `method`: save | stop | timeline | facts. `arguments`: those after
+    `patience_s`. Returns `found`: whether there is a controller; and what the method returns."""
     import ray
 
     end = time.monotonic() + _PATIENCE_S

@@ -18,16 +18,10 @@ GROUP_TIMEOUT_S = 60.0
 def run_group(
     ranks: Sequence[tuple[int, str]], world: int, nodes: int, address: str, port: int, peer: str, off: str = ""
 ) -> dict[str, Any]:
-    """Runs this node's ranks of a group, each in a process with a limit.
-
-    Args:
-        address: Address of rank 0's node, with a free `port`.
-        peer: Another node, or this one if there is none: NCCL takes the interface to it.
-        off: What NCCL must do without: `P2P`, `SHM` or `IB`; "": nothing.
-
-    Returns:
-        `all_reduce` and `exchange` in GB/s, of the slowest rank; or `error`, `fix`, `peer`.
-    """
+    """Runs this node's ranks of a group, each in a process with a limit. `address`: address of rank
+    0's node, with a free `port`. `peer`: another node, or this one if there is none: NCCL takes the
+    interface to it. `off`: what NCCL must do without: `P2P`, `SHM` or `IB`; "": nothing. Returns
+    `all_reduce` and `exchange` in GB/s, of the slowest rank; or `error`, `fix`, `peer`."""
     interface = interface_to(peer).name
     environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(one for one in sys.path if one)  # where this process finds raypp

@@ -37,16 +37,10 @@ class Stall:
 
 
 class HangWatch:
-    """Watches the ranks of one attempt.
-
-    Args:
-        ranks: In rank order.
-        timeout_s: recovery.hang_timeout_s: how long a step may make no progress. It grows with slow
-            steps, and does not hold before the first step, which builds, loads, compiles and
-            connects.
-        now: Seconds of a monotonic clock.
-        rank_of_stage: Pipeline rank of every stage.
-    """
+    """Watches the ranks of one attempt. `ranks`: in rank order. `timeout_s`:
+    recovery.hang_timeout_s: how long a step may make no progress. It grows with slow steps, and
+    does not hold before the first step, which builds, loads, compiles and connects. `now`: seconds
+    of a monotonic clock. `rank_of_stage`: pipeline rank of every stage."""
 
     def __init__(self, ranks: Sequence[Rank], timeout_s: float, now: float, rank_of_stage: Sequence[int] = ()) -> None:
         self._rank_of_stage = rank_of_stage

@@ -55,15 +55,10 @@ def _compiled(path: Path, source: bytes) -> bytes | None:
 def build_package(request: RunRequest | None, own: Sequence[tuple[str, bytes]] = ()) -> tuple[str, bytes]:
     """Returns a zip that Ray unpacks as a job's working directory on every node.
 
-    The same content gives the same bytes and the same name, so it is uploaded once.
-
-    Args:
-        request: The run to start; None for a `cluster_call.Call`.
-        own: Files of the user's own kinds; their folder is in `sys.path` of all its processes.
-
-    Returns:
-        The package's name, a content hash, and its bytes.
-    """
+    The same content gives the same bytes and the same name, so it is uploaded once. `request`: the
+    run to start; None for a `cluster_call.Call`. `own`: files of the user's own kinds; their folder
+    is in `sys.path` of all its processes. Returns the package's name, a content hash, and its
+    bytes."""
     files = [*code_files(compiled=request is not None), *own]
     if request is not None:
         files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode()))

@@ -175,13 +175,8 @@ def _by_py_spy(pid: int) -> str:
     if program is None:
         return "no stack: it does not react to signals, and py-spy is not installed"
     try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            timeout=_PY_SPY_S,
-            check=False,
-        )
+        dump = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        done = subprocess.run(dump, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no stack: py-spy: {error}"
     return done.stdout or f"no stack: py-spy: {done.stderr.strip()[-500:]}"

@@ -57,14 +57,10 @@ class Worker:
     """One process of a run. Ray calls its methods in threads of their own; the rank has another.
 
     It has one seat at a time, none between attempts: imports and connections are paid once. Without
-    a controller for `orphan_timeout_s` it saves, exits and removes the run's groups.
-
-    Args:
-        request: Of its run. The module of a `rank_function` may have a `leave(seat)`, which
-            interrupts it.
-        label: The coordinates planned for it, or `standby`.
-        ask_interval_s: Seconds between two checks of a controller that has not answered.
-    """
+    a controller for `orphan_timeout_s` it saves, exits and removes the run's groups. `request`: of
+    its run. The module of a `rank_function` may have a `leave(seat)`, which interrupts it. `label`:
+    the coordinates planned for it, or `standby`. `ask_interval_s`: seconds between two checks of a
+    controller that has not answered."""
 
     def __init__(self, request: RunRequest, label: str, controller: Any, ask_interval_s: float) -> None:
         self._run = request.run

@@ -92,11 +92,8 @@ def own_files(job: Job) -> list[tuple[str, bytes]]:
     """Returns the files of the modules that a job names as `module.path:function`.
 
     Each is (path below a folder of `sys.path`, content). A module in a package brings the whole
-    package. Installed modules (in site-packages) bring nothing: every node must have them.
-
-    Raises:
-        JobError: The files are too many or have more than `MOST_BYTES`, or one cannot be read.
-    """
+    package. Installed modules (in site-packages) bring nothing: every node must have them. Raises
+    JobError: the files are too many or have more than `MOST_BYTES`, or one cannot be read."""
     words = [value for _, choice, value in named_kinds(job) if choice.is_own(value)]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}
     files, size = [], 0

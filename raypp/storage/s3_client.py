@@ -78,18 +78,11 @@ _MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationC
 
 
 class S3Clients:
-    """The current client, shared by all threads.
-
-    Args:
-        endpoint: The server's URL; None for AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or
-            AWS.
-        access_key: Together with `secret_key`; None for boto3's usual sources.
-        timeout_s: Longest silence on a connection; None for RAYPP_STORE_TIMEOUT_S, or `usual_s`.
-
-    Raises:
-        JobError: A setting is invalid.
-        AccessRefused: The sources of credentials returned none.
-    """
+    """The current client, shared by all threads. `endpoint`: the server's URL; None for
+    AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or AWS. `access_key`: together with
+    `secret_key`; None for boto3's usual sources. `timeout_s`: longest silence on a connection; None
+    for RAYPP_STORE_TIMEOUT_S, or `usual_s`. Raises JobError: a setting is invalid; AccessRefused:
+    the sources of credentials returned none."""
 
     def __init__(
         self,

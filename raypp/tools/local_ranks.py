@@ -22,18 +22,10 @@ _CAUSE_S = 5.0
 
 def run_ranks(world: int, function: RankFunction, *arguments: Any, tell: Tell = lambda _report: None) -> Any:
     """Runs a function in `world` processes that end with this one, or here if alone; waits for all.
-
-    Args:
-        function: A function of a module that processes can import.
-        arguments: Passed after the rank, the port and `tell`.
-        tell: Called here with each report of rank 0, and with its `answer`.
-
-    Returns:
-        What rank 0's function returned.
-
-    Raises:
-        RayppError: A rank failed; of the rank that is the cause.
-    """
+    `function`: a function of a module that processes can import. `arguments`: passed after the
+    rank, the port and `tell`. `tell`: called here with each report of rank 0, and with its
+    `answer`. Returns what rank 0's function returned. Raises RayppError: a rank failed; of the rank
+    that is the cause."""
     port, reports = free_port(), RankReports(tell, _CAUSE_S)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if world == 1:

@@ -81,18 +81,12 @@ class Meter:
         self._stages = [_stage(job, groups, device, first=first, last=last) for first, last in ((0, 0), (1, 0), (0, 1))]
 
     def take(self, rounds: int = _ROUNDS) -> dict[str, Any]:
-        """Times all parts.
-
-        Args:
-            rounds: How often each part is timed on every microbatch.
-
-        Returns:
-            `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
-            `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `input_share` and
-            `weight_share` (time of a layer's backward halves, run separately, relative to the whole
-            backward; 1 and 0 where backwards cannot be split: blocks are compiled); `device`, its
-            description, and `kind`, cpu or cuda.
-        """
+        """Times all parts. `rounds`: how often each part is timed on every microbatch. Returns
+        `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
+        `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `input_share` and
+        `weight_share` (time of a layer's backward halves, run separately, relative to the whole
+        backward; 1 and 0 where backwards cannot be split: blocks are compiled); `device`, its
+        description, and `kind`, cpu or cuda."""
         middle, first, last, *split = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
 

@@ -53,15 +53,10 @@ def train_some_steps(
 ) -> list[StepReport]:
     """Trains the first steps of a job on one rank, without a store or a controller.
 
-    Collective over the mesh.
-
-    Args:
-        keep: Called with `step-1`, `step-2` … and the scaled gradients of this rank's stages, then
-            with `weights` and their weights: whole tensors, `[*parameter.shape]`, by global name. A
-            step without any label has no gradients.
-        wrap: Returns the loader to read from, given the replica's own loader and its number.
-        before: Called before each step.
-    """
+    Collective over the mesh. `keep`: called with `step-1`, `step-2` … and the scaled gradients of
+    this rank's stages, then with `weights` and their weights: whole tensors, `[*parameter.shape]`,
+    by global name. A step without any label has no gradients. `wrap`: returns the loader to read
+    from, given the replica's own loader and its number. `before`: called before each step."""
     with assemble(decide(job, facts_here(seat)), seat, hang_timeout_s=60) as rank:
         runner = StepRunner(replace(rank, loader=wrap(rank.loader, seat.replica)), tell=tell)
         reports: list[StepReport] = []

@@ -75,18 +75,11 @@ def parse_as(
     kind: str = "",
     unknown: Literal["forbid", "ignore", "allow"] = "forbid",
 ) -> T:
-    """Parses JSON of a shape, within bounds.
-
-    Args:
-        shape: A type that pydantic validates.
-        bounds: Limits; checked before the parser takes memory.
-        kind: What the document should be, with its article; each problem then begins with `is not
-            KIND: `.
-        unknown: Whether keys that the shape does not name are errors, left out, or kept.
-
-    Raises:
-        RayppError: Of the given kind, with a problem per wrong value, the first three.
-    """
+    """Parses JSON of a shape, within bounds. `shape`: a type that pydantic validates. `bounds`:
+    limits; checked before the parser takes memory. `kind`: what the document should be, with its
+    article; each problem then begins with `is not KIND: `. `unknown`: whether keys that the shape
+    does not name are errors, left out, or kept. Raises RayppError: of the given kind, with a
+    problem per wrong value, the first three."""
     _check_bounds(data, place, bounds, error, fix)
     try:
         adapter: TypeAdapter[T] = _adapter(cast(Any, shape))

@@ -56,20 +56,13 @@ class _Unproven:
 
 
 class Listener:
-    """Listens on one address of this machine and serves the peers that know the secret.
-
-    Args:
-        serve: Called in a thread of its own with each proven connection, which blocks, and the
-            number that the peer sent. The connection is closed afterwards. OSError, ValueError and
-            RayppError end the connection only.
-        purpose: What the port is for, in messages and as part of the threads' names.
-        tell: Called once, from another thread, with the address and the fault of the first
-            connection that was refused.
-
-    Raises:
-        OSError: The address is not one of this machine.
-        ValueError: The secret is empty.
-    """
+    """Listens on one address of this machine and serves the peers that know the secret. `serve`:
+    called in a thread of its own with each proven connection, which blocks, and the number that the
+    peer sent. The connection is closed afterwards. OSError, ValueError and RayppError end the
+    connection only. `purpose`: what the port is for, in messages and as part of the threads' names.
+    `tell`: called once, from another thread, with the address and the fault of the first connection
+    that was refused. Raises OSError: the address is not one of this machine; ValueError: the secret
+    is empty."""
 
     def __init__(
         self,
@@ -240,16 +233,10 @@ def checked_greeting(data: bytes, secret: bytes, random: bytes) -> tuple[int, by
 
 def introduce(connection: socket.socket, secret: bytes, number: int, patience_s: float = PROOF_S) -> None:
     """Proves to a `Listener` that this side knows the secret, and checks the same of it.
-
-    Args:
-        connection: Just connected; its timeout changes.
-        number: Passed on to the `Listener`; covered by the proof.
-        patience_s: For all that the listener says.
-
-    Raises:
-        UnprovenError: The two sides do not have the same secret.
-        OSError: The listener closed the connection, or did not answer in time.
-    """
+    `connection`: just connected; its timeout changes. `number`: passed on to the `Listener`;
+    covered by the proof. `patience_s`: for all that the listener says. Raises UnprovenError: the
+    two sides do not have the same secret; OSError: the listener closed the connection, or did not
+    answer in time."""
     end = time.monotonic() + patience_s
     theirs = receive(connection, _RANDOM, end - time.monotonic())
     mine = secrets.token_bytes(_RANDOM)

@@ -50,15 +50,9 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
 
     If only one of them runs, it goes on, and the other is started beside it, at the same address.
     Prometheus is started, too, if it is installed and does not run. A Prometheus that fails stops
-    nothing: see `LocalCluster.has_prometheus`.
-
-    Returns:
-        The cluster, and whether this call started it.
-
-    Raises:
-        JobError: Ray is not installed.
-        UnreachableError: A server did not start; the message contains the end of its log.
-    """
+    nothing: see `LocalCluster.has_prometheus`. Returns the cluster, and whether this call started
+    it. Raises JobError: Ray is not installed; UnreachableError: a server did not start; the message
+    contains the end of its log."""
     with locked(directory() / "lock"):
         left = remains()
         if left is not None and not left.dead():

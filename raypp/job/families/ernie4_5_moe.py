@@ -36,13 +36,8 @@ class Ernie45MoeOptions(RouterOptions):
 def layer(options: Ernie45MoeOptions, index: int) -> Layer:
     if not options.has_experts(index):
         return Layer(neighbours=True)
-    return Layer(
-        neighbours=True,
-        mlp="experts",
-        shared=options.shared_width,
-        shared_gate=False,
-        router=Router(bias=("moe_statics.e_score_correction_bias", (1, options.num_experts)), least=_LEAST),
-    )
+    router = Router(bias=("moe_statics.e_score_correction_bias", (1, options.num_experts)), least=_LEAST)
+    return Layer(neighbours=True, mlp="experts", shared=options.shared_width, shared_gate=False, router=router)
 
 
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:

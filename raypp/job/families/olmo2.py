@@ -8,12 +8,8 @@ from raypp.job.models import DecoderOptions
 
 
 def layer(options: DecoderOptions, index: int) -> Layer:
-    return Layer(
-        qkv_bias=options.attention_bias,
-        out_bias=options.attention_bias,
-        whole_norms=True,
-        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    )
+    norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    return Layer(qkv_bias=options.attention_bias, out_bias=options.attention_bias, whole_norms=True, norms=norms)
 
 
 FAMILY = Family(

@@ -56,18 +56,11 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A chat template. Not thread-safe.
-
-    Args:
-        source: The template, or several by name: `tool_use` renders conversations with tools,
-            `default` the others.
-        special_tokens: `bos_token`, `eos_token` and so on, for the template.
-        today: What `strftime_now` formats. None: a template that asks for the date is refused,
-            because the same data would differ from day to day.
-
-    Raises:
-        DataError: It is not a template; names its line.
-    """
+    """A chat template. Not thread-safe. `source`: the template, or several by name: `tool_use`
+    renders conversations with tools, `default` the others. `special_tokens`: `bos_token`,
+    `eos_token` and so on, for the template. `today`: what `strftime_now` formats. None: a template
+    that asks for the date is refused, because the same data would differ from day to day. Raises
+    DataError: it is not a template; names its line."""
 
     def __init__(
         self,

@@ -59,13 +59,9 @@ MixtureCursor = tuple[PartCursor, ...]
 class MixtureOrder(RowOrder):
     """The rows of a mixture. A part whose budget is spent gives no more; the others share its rows.
 
-    A budget ends with the row in which it is reached.
-
-    Args:
-        plan: Returns the rows of documents in an order by a seed.
-        phases: The first step of every phase but the first, and the parts' weights in it.
-        rows_per_step: Of all replicas.
-    """
+    A budget ends with the row in which it is reached. `plan`: returns the rows of documents in an
+    order by a seed. `phases`: the first step of every phase but the first, and the parts' weights
+    in it. `rows_per_step`: of all replicas."""
 
     def __init__(
         self,

@@ -180,12 +180,8 @@ def network_gbps(mbps: int, environment: Mapping[str, str] = os.environ, devices
     """Returns the Gbit/s of one connection of NCCL's to another node; 0: not reported.
 
     That of the fastest port of an HCA that is active, which NCCL prefers, else the interface's.
-
-    Args:
-        mbps: Of the interface.
-        environment: With NCCL's settings.
-        devices: The folder of sysfs that has one for each HCA.
-    """
+    `mbps`: of the interface. `environment`: with NCCL's settings. `devices`: the folder of sysfs
+    that has one for each HCA."""
     rates = []
     if environment.get("NCCL_IB_DISABLE", "0") == "0" and environment.get("NCCL_NET", "IB").lower() != "socket":
         for port in devices.glob("*/ports/*"):

@@ -83,17 +83,10 @@ def rounding_key(seed: int, step: int, name: str) -> int:
 def random_bits(key: int, rows_R: Tensor, width: int, start: int, columns: int) -> Tensor:
     """Returns 16 random bits for each element of some rows of a matrix.
 
-    A hash of 64 bits serves four neighbouring columns.
-
-    Args:
-        key: From `rounding_key`.
-        rows_R: Numbers of the rows in the whole matrix, int64 `[R]`. Of a stack of matrices, rows
-            are counted through all of them.
-        width: Columns of the whole matrix.
-
-    Returns:
-        int32 `[R, L]`, 0 to 65535, on the device of `rows_R`.
-    """
+    A hash of 64 bits serves four neighbouring columns. `key`: from `rounding_key`. `rows_R`:
+    numbers of the rows in the whole matrix, int64 `[R]`. Of a stack of matrices, rows are counted
+    through all of them. `width`: columns of the whole matrix. Returns int32 `[R, L]`, 0 to 65535,
+    on the device of `rows_R`."""
     first, last = start // LANES, -(-(start + columns) // LANES)
     words = torch.arange(first, last, dtype=torch.int64, device=rows_R.device)
     hashes = splitmix((rows_R * -(-width // LANES)).unsqueeze(1) + words, key)

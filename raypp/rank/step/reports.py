@@ -108,13 +108,9 @@ class ReplicaReports:
     def add(self, report: StepReport, *, wait: bool, kept: tuple[int, int] = (-1, -1)) -> list[StepReport]:
         """Takes this replica's report of a step; returns those that are complete, in their order.
 
-        Collective over the group, with a rank's part of it done in the background.
-
-        Args:
-            report: Of this replica. Its `parts_s` may still change until it is returned.
-            wait: Whether to wait until all that were added are complete.
-            kept: `MemoryTier.kept` of this replica.
-        """
+        Collective over the group, with a rank's part of it done in the background. `report`: of
+        this replica. Its `parts_s` may still change until it is returned. `wait`: whether to wait
+        until all that were added are complete. `kept`: `MemoryTier.kept` of this replica."""
         means = [report.loss, report.grad_norm, *(report.extras[name] for name in _MEANS if name in report.extras)]
         own = torch.tensor(
             [*map(float, (report.tokens, report.wire_bytes, *kept, report.flops, report.replica_bytes or 0)), *means],

@@ -64,13 +64,10 @@ def read_announcement(data: bytes, step: int, rank: int) -> Announcement:
 class Announcements:
     """Small messages between the ranks of one attempt, each under (step, rank).
 
-    They go over a separate connection to a TCPStore: a wait here blocks no training.
-
-    Args:
-        store: The attempt's TCPStore; only its address is used.
-        attempt: Part of the keys, so that attempts do not read each other's messages.
-        secret: The attempt's, in hex digits: messages of others count as failures.
-    """
+    They go over a separate connection to a TCPStore: a wait here blocks no training. `store`: the
+    attempt's TCPStore; only its address is used. `attempt`: part of the keys, so that attempts do
+    not read each other's messages. `secret`: the attempt's, in hex digits: messages of others count
+    as failures."""
 
     def __init__(self, store: TCPStore, attempt: int, secret: str = "") -> None:
         self._attempt = attempt
@@ -116,18 +113,11 @@ class Announcements:
         stopped: Callable[[], bool] = lambda: False,
         progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, Announcement]:
-        """Waits for the messages of these ranks about a step.
-
-        Args:
-            timeout_s: Longest wait for a rank that makes no progress.
-            stopped: Polled during the wait; True ends it.
-            progressed: Called when one of them has made progress.
-
-        Raises:
-            TimeoutError: Some ranks sent nothing, and no progress, in time, or `stopped`; the
-                message names them.
-            CheckpointError: A message is not an announcement.
-        """
+        """Waits for the messages of these ranks about a step. `timeout_s`: longest wait for a rank
+        that makes no progress. `stopped`: polled during the wait; True ends it. `progressed`:
+        called when one of them has made progress. Raises TimeoutError: some ranks sent nothing, and
+        no progress, in time, or `stopped`; the message names them; CheckpointError: a message is
+        not an announcement."""
         begun = looked = time.monotonic()
         messages: dict[int, Announcement] = {}
         heard: dict[int, tuple[bytes, float]] = {}

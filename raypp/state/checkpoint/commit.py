@@ -145,12 +145,9 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
     """Creates a COMMIT, which makes the checkpoint exist. All its objects must already be durable.
 
     Replaces a commit of the same step by an *older* attempt: this attempt started below that step,
-    so that commit was found unusable, or was written after its attempt had ended.
-
-    Raises:
-        StaleAttemptError: A newer attempt has begun.
-        AlreadyExists: This or a newer attempt has already committed the step.
-    """
+    so that commit was found unusable, or was written after its attempt had ended. Raises
+    StaleAttemptError: a newer attempt has begun; AlreadyExists: this or a newer attempt has already
+    committed the step."""
     _check_newest(store, commit)
     key = commit_key(commit.run, commit.step)
     _check_records(commit, key)

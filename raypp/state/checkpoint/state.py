@@ -74,16 +74,11 @@ def gather_state(
     copies: bool = False,
 ) -> dict[str, Slice]:
     """Returns the slices that this rank must write. Not a collective; no gradients may be pending.
-
-    Args:
-        optimizer: The optimizer over those that are trained; its state may still be empty.
-        coordinates: This rank's place in the mesh. Only the first of the ranks that hold the same
-            values writes them. None: this rank writes all it holds.
-        copies: Includes tied weights whose first copy another stage holds.
-
-    Returns:
-        Slices by global name. Empty slices (a shard without elements) are left out.
-    """
+    `optimizer`: the optimizer over those that are trained; its state may still be empty.
+    `coordinates`: this rank's place in the mesh. Only the first of the ranks that hold the same
+    values writes them. None: this rank writes all it holds. `copies`: includes tied weights whose
+    first copy another stage holds. Returns slices by global name. Empty slices (a shard without
+    elements) are left out."""
     slices: dict[str, Slice] = {}
     agreed = {name: value for stage in stages for name, value in agreed_weights(stage).items()}
     for name, tensor in _model_tensors(stages, copies=copies):

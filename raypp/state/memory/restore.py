@@ -120,15 +120,11 @@ def choose(
     refused: Collection[tuple[int, int]] = (),
     job: Job | None = None,
 ) -> tuple[Snapshots | None, str]:
-    """Returns the snapshots to resume from, or None and the reason why there are none.
-
-    Args:
-        seen: By rank, the snapshots it sees, each as attempt, step, rank whose state it is, the
-            newest commit known when it was taken, and the mesh and its hash.
-        newest_commit: Step of the newest commit in the store.
-        refused: Step and attempt of snapshots that turned out to lack something.
-        job: A job whose replicas train apart. Snapshots of as many replicas as it needs come first.
-    """
+    """Returns the snapshots to resume from, or None and the reason why there are none. `seen`: by
+    rank, the snapshots it sees, each as attempt, step, rank whose state it is, the newest commit
+    known when it was taken, and the mesh and its hash. `newest_commit`: step of the newest commit
+    in the store. `refused`: step and attempt of snapshots that turned out to lack something. `job`:
+    a job whose replicas train apart. Snapshots of as many replicas as it needs come first."""
     candidates: dict[tuple[int, int], Snapshots] = {}
     for rank, snapshots in enumerate(seen):
         for attempt, step, owner, committed, mesh, layout in snapshots:

@@ -23,14 +23,10 @@ LONGEST_LINE = 4 << 20
 class PartWriter:
     """Writes one writer's lines to one folder.
 
-    `add` may be called from any thread, `write` from one thread at a time.
-
-    Args:
-        folder: Key prefix without the last slash: `kjv-pp2/history`.
-        writer: Name that differs between processes that write at the same time. Parts that an
-            earlier process of the same name wrote are kept; their numbering continues.
-        notice: Returns the line to write in place of so many dropped lines.
-    """
+    `add` may be called from any thread, `write` from one thread at a time. `folder`: key prefix
+    without the last slash: `kjv-pp2/history`. `writer`: name that differs between processes that
+    write at the same time. Parts that an earlier process of the same name wrote are kept; their
+    numbering continues. `notice`: returns the line to write in place of so many dropped lines."""
 
     def __init__(
         self,

@@ -98,16 +98,10 @@ def is_final(status: Mapping[str, Any] | None) -> bool:
 
 def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: float, gone: str = "") -> dict[str, Any]:
     """Returns the status, changed to FAILED if its writer died without recording the run's end.
-
-    Args:
-        status: As `RunReader.status` returns it.
-        alive: Whether the run's controller is alive; None if that is unknown (no cluster to ask).
-        now: Seconds since 1970.
-        gone: Why the run's cluster is known to be gone; empty if it may be there.
-
-    Returns:
-        The status, or a copy with the state FAILED and an error that says since when it is silent.
-    """
+    `status`: as `RunReader.status` returns it. `alive`: whether the run's controller is alive; None
+    if that is unknown (no cluster to ask). `now`: seconds since 1970. `gone`: why the run's cluster
+    is known to be gone; empty if it may be there. Returns the status, or a copy with the state
+    FAILED and an error that says since when it is silent."""
     if is_final(status) or alive:
         return status
     silence = now - float(status["updated_at"])

@@ -15,17 +15,11 @@ _ENOUGH = 1 << 30
 
 
 def hcas(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns the ports of this node's HCAs, and how much memory a process may lock.
-
-    Args:
-        root: Of the file system with /sys and /proc.
-        environment: With NCCL's settings.
-
-    Returns:
-        `ports`: `name`, `port`, `state`, `layer` (InfiniBand or Ethernet), `rate`, `interface` (""
-        if it has none), `gid` (the index that NCCL takes; None: none fits), `taken` (by NCCL). And
-        `memlock` in bytes; None: no limit.
-    """
+    """Returns the ports of this node's HCAs, and how much memory a process may lock. `root`: of the
+    file system with /sys and /proc. `environment`: with NCCL's settings. Returns `ports`: `name`,
+    `port`, `state`, `layer` (InfiniBand or Ethernet), `rate`, `interface` ("" if it has none),
+    `gid` (the index that NCCL takes; None: none fits), `taken` (by NCCL). And `memlock` in bytes;
+    None: no limit."""
     ports = []
     for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
         name, state, layer = port.parts[-3], _read(port / "state").partition(": ")[2], _read(port / "link_layer")

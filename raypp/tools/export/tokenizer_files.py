@@ -52,18 +52,12 @@ class TokenizerFiles:
 def tokenizer_files(
     job: Mapping[str, Any], asked: str | None, options: DecoderOptions, *, generation: bool = True
 ) -> TokenizerFiles:
-    """Returns the files of a run's tokenizer, or of the one that was asked for.
-
-    Args:
-        job: The run's job, for its tokenizer and its chat template.
-        asked: Another tokenizer, `bytes` or the path of a tokenizer.json: what prevents its export
-            is an error. None: the run's, for which it is a remark.
-        generation: Whether to write generation_config.json, which belongs to a whole model.
-
-    Raises:
-        DataError: `asked`, and the file is missing or is not a tokenizer.json.
-        JobError: `asked`, and the tokenizer has ids that the model does not have.
-    """
+    """Returns the files of a run's tokenizer, or of the one that was asked for. `job`: the run's
+    job, for its tokenizer and its chat template. `asked`: another tokenizer, `bytes` or the path of
+    a tokenizer.json: what prevents its export is an error. None: the run's, for which it is a
+    remark. `generation`: whether to write generation_config.json, which belongs to a whole model.
+    Raises DataError: `asked`, and the file is missing or is not a tokenizer.json; JobError:
+    `asked`, and the tokenizer has ids that the model does not have."""
     fix = f"name one with {OPTION} FILE"
     original = options if generation and options.original is not None else None
     alone = {} if original is None else _original_files(original, None)

@@ -64,22 +64,13 @@ def use_model(request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, A
 
 
 def compute(request: Mapping[str, Any], seat: Seat, tell: Tell, turn: Turn = lambda: None) -> dict[str, Any]:
-    """Does one rank's part of a request. Collective over the ranks.
-
-    Args:
-        request: `source`, `job` and, for texts, `prompts` (each as tokens and the most new ones),
-            `choice`, `ends` and `rows` (see `decode`). To run tasks: `tasks`, `limit`, `ends` and
-            `folder`.
-        tell: Called on rank 0 with `{"token": [prompt, token, finish]}`, after the texts of a turn
-            with `{"done": …}`; or with `{"progress": {"done", "total", "unit"}}`.
-        turn: Called on rank 0 for more `prompts` with their `choice`.
-
-    Returns:
-        On rank 0 the answer of the evaluation; of texts, nothing.
-
-    Raises:
-        JobError: No token of the data has a label; there is no such task, or it cannot be loaded.
-    """
+    """Does one rank's part of a request. Collective over the ranks. `request`: `source`, `job` and,
+    for texts, `prompts` (each as tokens and the most new ones), `choice`, `ends` and `rows` (see
+    `decode`). To run tasks: `tasks`, `limit`, `ends` and `folder`. `tell`: called on rank 0 with
+    `{"token": [prompt, token, finish]}`, after the texts of a turn with `{"done": …}`; or with
+    `{"progress": {"done", "total", "unit"}}`. `turn`: called on rank 0 for more `prompts` with
+    their `choice`. Returns on rank 0 the answer of the evaluation; of texts, nothing. Raises
+    JobError: no token of the data has a label; there is no such task, or it cannot be loaded."""
     source, job = Source(**request["source"]), parse_job(request["job"])
     if "prompts" in request:
         with open_decoder(source, seat) as decoder:

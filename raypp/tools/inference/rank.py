@@ -87,17 +87,11 @@ def decode(decoder: PipelineDecoder, settings: Mapping[str, Any], asked: Mapping
 def load_stages(
     source: Source, job: Job, pipeline: ResolvedPipeline, rank: int, device: torch.device
 ) -> dict[int, DecoderStage]:
-    """Builds the stages of a pipeline rank, by index, and loads them. No communication.
-
-    Args:
-        job: From `Source.job`; its precision is the dtype of the weights, but for quantised ones.
-        pipeline: The cut and the placement of the job.
-
-    Raises:
-        JobError: `model.from_hf` names another base than the one the adapters belong to.
-        CheckpointError: Weights are missing, torn, or have other shapes.
-        StoreError: The store does not answer.
-    """
+    """Builds the stages of a pipeline rank, by index, and loads them. No communication. `job`: from
+    `Source.job`; its precision is the dtype of the weights, but for quantised ones. `pipeline`: the
+    cut and the placement of the job. Raises JobError: `model.from_hf` names another base than the
+    one the adapters belong to; CheckpointError: weights are missing, torn, or have other shapes;
+    StoreError: the store does not answer."""
     last = pipeline.num_stages - 1
     modules: dict[int, DecoderStage] = {}
     for index in pipeline.stages_of_rank[rank]:

@@ -125,19 +125,12 @@ class Source:
 
 
 def find_source(argument: str, step: int | None = None, *, trust: bool = False) -> Source:
-    """Returns the model that an argument names.
-
-    Args:
-        argument: A run's name, `URL/NAME` or `URL/NAME/step-N` (URL may be a folder), or the folder
-            or S3 URL of a Hugging Face model.
-        step: The step of the run's checkpoint. None: the newest that can be read.
-        trust: Own code and local files that the run's job names may be used, whoever wrote it.
-
-    Raises:
-        JobError: The argument names neither, or there is no such step.
-        CheckpointError: The run has no checkpoint, or none can be read.
-        StoreError: The store does not answer.
-    """
+    """Returns the model that an argument names. `argument`: a run's name, `URL/NAME` or
+    `URL/NAME/step-N` (URL may be a folder), or the folder or S3 URL of a Hugging Face model.
+    `step`: the step of the run's checkpoint. None: the newest that can be read. `trust`: own code
+    and local files that the run's job names may be used, whoever wrote it. Raises JobError: the
+    argument names neither, or there is no such step; CheckpointError: the run has no checkpoint, or
+    none can be read; StoreError: the store does not answer."""
     lend_store_settings()
     if _is_hf_folder(argument):
         if step is not None:
