@@ -136,7 +136,7 @@ def plan_command(
 def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
     """Plays a step of one rank of each pipeline rank, once where the plan is the same. Returns for
     each: `planned`, the bytes of its tensors by plan; `played`, those of the step at its peak;
-    `at`, the action of the peak; `rest`, the plan's other bytes; `total`, both."""
+    `at`, the action of the peak; `rest`, the plan's other bytes; `total`, `played` and `rest`."""
     if plan.memory_device != "cuda":
         fix = "leave out --exact, or plan for a GPU: --set resources.device=cuda"
         raise JobError("--exact plays the step of a GPU, and this plan is for a CPU", fix)

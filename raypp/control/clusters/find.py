@@ -84,7 +84,7 @@ def lend_settings_of(*addresses: str | None) -> None:
 
 
 def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:
-    """Returns the dashboard's URL. `auto`: the embedded one, or one of `ray start` here."""
+    """Returns the dashboard's URL. `auto`: the embedded cluster's, or of a `ray start` here."""
     if address.strip().lower() == "auto":
         return embedded.dashboard if embedded is not None else dashboard_url("127.0.0.1")
     url = dashboard_url(address)

@@ -87,7 +87,7 @@ def _located(argument: str) -> RunPlace:
 
 
 def known_runs(*, mine: bool = False) -> list[RunPlace]:
-    """Returns runs submitted from here and, unless only `mine`, of the cluster, newest first."""
+    """Returns, newest first, runs submitted here and, unless `mine`, of the reachable cluster."""
     lend_store_settings()
     places = {}
     with contextlib.suppress(RayppError):

@@ -50,7 +50,8 @@ class Sampler:
         self._stages = self._decoder.stages
 
     def run(self, step: int, attempt: int) -> Event:
-        """Returns the `sampled` event of the weights after `step`. Collective over the world."""
+        """Returns the `sampled` event of the weights after `step`. Collective over the world: all
+        ranks must call it after the same step."""
         tokens: list[list[int]] = [[] for _ in self._prompts]
         finishes = [LENGTH for _ in self._prompts]
 

@@ -166,7 +166,7 @@ def _is_over(store: ObjectStore, run: str, committed: Iterable[int], living: int
 class Leftovers:
     """Orphaned data of ended attempts: what may be removed, what may belong to a save in progress.
 
-    The attempt in the key decides, never a clock: once a newer one is claimed, it cannot commit.
+    The attempt in the key decides, never a clock: older ones cannot commit once one is claimed.
 
     Attributes:
         uploads: Writes that never finished.
