@@ -181,6 +181,7 @@ class QuantisedLinear(nn.Module):
         self.format = Format(base, in_features, cast=rows_in_fp8 if base == "fp8" else None)
         self.formats = {"weight": self.format}
         self.columns: range | None = None
+        self.rows_here: list[range] | None = None
         self.adds_bias = True
         self.weight = self.format.empty((out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
