@@ -105,7 +105,7 @@ def alone() -> Iterator[Any]:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield make_groups(Coordinates(1, 1, 1, 1), "cpu", 1)
+    yield make_groups(Coordinates(1, 1, 1, 1, 1), "cpu", 1)
     torch.distributed.destroy_process_group()
 
 

@@ -74,7 +74,7 @@ def main() -> None:
         for parameter in stage.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        seat = Seat(RUN, 1, rank, pp * fsdp, place, Coordinates(pp, 1, fsdp, 1))
+        seat = Seat(RUN, 1, rank, pp * fsdp, place, Coordinates(pp, 1, fsdp, 1, 1))
         reporter: Reporter = _Silent()  # type: ignore[assignment]
         saver = CheckpointSaver(store, RUN, {}, seat, Announcements(server, 1), reporter, keep=1)
         saver.save(1, [stage], optimizer, {})

@@ -94,7 +94,7 @@ class Raypp:
         )
         self.events: list[Any] = []
         run = f"run-{place.port}"  # one per team
-        seat = Seat(run, 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1))
+        seat = Seat(run, 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1, 1))
         self._begin_s = 0.0
         self.saver = CheckpointSaver(
             open_store(f"s3://{BUCKET}/raypp"), run, {}, seat, Announcements(self.server, 1),

@@ -50,7 +50,7 @@ def test_status_and_list_show_a_run_that_has_ended(laptop: Laptop, undisturbed: 
     status = laptop.raypp("status", "undisturbed", "--json").json()
     assert list(status) == STATUS_KEYS
     assert (status["state"], status["step"], status["steps"], status["attempt"]) == ("SUCCEEDED", STEPS, STEPS, 1)
-    assert status["mesh"] == {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
+    assert status["mesh"] == {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1}
     assert [(rank["rank"], rank["coordinates"]["pp"], rank["state"]) for rank in status["ranks"]] == [
         (0, 0, "done"),
         (1, 1, "done"),

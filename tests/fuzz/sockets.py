@@ -17,7 +17,7 @@ DATA_BYTES = 2048
 CONTROL = json.dumps(
     {
         "run": "a-run", "life": "0123456789ab", "job": "0" * 16, "attempt": 3, "rank": 1, "committed": -1,
-        "keeper": [7, 1.5], "layout": "1", "mesh": [1, 1, 2, 1], "objects": [[0, 2048, 9]],
+        "keeper": [7, 1.5], "layout": "1", "mesh": [1, 1, 2, 1, 1], "objects": [[0, 2048, 9]],
         "data_size": DATA_BYTES, "data_crc": 1, "tail_size": len(TAIL),
         "tail_crc": zlib.crc32(TAIL), "format": 3, "complete": True, "step": 7,
     }

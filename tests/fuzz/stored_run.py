@@ -78,7 +78,7 @@ def documents() -> dict[str, bytes]:
         "seated": {"coordinates": {"pp": 0}, "pid": 100, "label": "pp0"},
         "evaluated": {"loss": 0.5, "tokens": 64, "seconds": 0.1},
         "rank_failed": {"kind": "oom", "cause": "killed", "pid": 100, "label": "pp0", "evidence": ""},
-        "reshaped": {"to": {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1, "microbatches": 2}},
+        "reshaped": {"to": {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1, "microbatches": 2}},
         "stop_requested": {"save": True},
         "failed": {"exit_code": 1},
     }

@@ -18,7 +18,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 given = json.loads(sys.argv[1])
 seat = Seat(
     **given | {"nodes": tuple(given["nodes"])}, run="joining", attempt=1, coordinates=Coordinates(pp=given["rank"]),
-    mesh_sizes=Coordinates(2, 1, 1, 1), secret="5e" * 32,
+    mesh_sizes=Coordinates(2, 1, 1, 1, 1), secret="5e" * 32,
 )  # fmt: skip
 try:
     with joined(seat, 30, tell=lambda event: print(event.kind, event.message, flush=True)):

@@ -96,7 +96,7 @@ def rank_life(
         fully_shard(stage, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
     store, quiet = CountingStore(Path(root)), CollectingReporter()
-    seat = Seat(RUN, 1, rank, world, coordinates, Coordinates(*sizes, 1))
+    seat = Seat(RUN, 1, rank, world, coordinates, Coordinates(*sizes, 1, 1))
     saved = None
     if save:
         for step in range(2):

@@ -34,7 +34,7 @@ class OneRank:
         self.optimizer = torch.optim.AdamW(self.stage.parameters())
         self.weights: dict[int, Tensor] = {}
         self.attempt = claim_next_attempt(store, run)
-        seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+        seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1))
         self.saver = CheckpointSaver(store, run, {}, seat, InOneProcess(), self.reporter, keep=keep)
 
     def save(self, step: int) -> None:

@@ -70,7 +70,7 @@ def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str
     attempt, together, reporter = claim_next_attempt(store, run), InOneProcess(), CollectingReporter()
     stages, savers = [Layers(0, 1), Layers(2)], []
     for rank, stage in enumerate(stages):
-        seat = Seat(run, attempt, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
+        seat = Seat(run, attempt, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1, 1))
         savers.append(CheckpointSaver(store, run, {}, seat, together, reporter, keep=2))
         optimizer = torch.optim.AdamW(stage.parameters())
         sum(parameter.sum() for parameter in stage.parameters()).backward()
@@ -139,7 +139,7 @@ def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Stor
     removed = []
     for _ in range(2):
         reporter = CollectingReporter()
-        seat = Seat(run, claim_next_attempt(store, run), 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+        seat = Seat(run, claim_next_attempt(store, run), 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1))
         look_after_store(store, run, seat, reporter).join(60)
         (event,) = reporter.events
         assert event.kind == "leftovers_removed"

@@ -74,7 +74,7 @@ def faults(output: str, *, coloured: bool = False, live: bool = False) -> list[s
 def write_run(store: DirectoryStore, name: str, text: str) -> None:
     """Writes the records and a checkpoint of a run that contain a text wherever they can."""
     ranks = tuple(RankStatus(rank, Coordinates(pp=rank), text, 100 + rank, text) for rank in range(2))
-    mesh = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
+    mesh = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1}
     status = RunStatus(
         text, RunState.FAILED, 2, 10, 2.5, 1e4, 1, 0, f"{store.url}/{text}", {**mesh, text: 2}, ranks, text
     )

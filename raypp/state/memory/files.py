@@ -32,6 +32,7 @@ from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.job.job import Job
 from raypp.own_process import OwnProcess
+from raypp.records import AXES
 from raypp.state.checkpoint.layout import attempt_key
 from raypp.storage import NotFound, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, parse_as
@@ -181,7 +182,7 @@ class Control(TypedDict, total=False):
     life: _Name
     job: _Name
     layout: _Name
-    mesh: Annotated[list[Annotated[int, Ge(1), Le(10**7)]], Len(4, 4)]
+    mesh: Annotated[list[Annotated[int, Ge(1), Le(10**7)]], Len(len(AXES), len(AXES))]
     attempt: Annotated[int, Ge(0), Le(10**9)]
     rank: Annotated[int, Ge(0), Le(10**7)]
     step: Annotated[int, Ge(0), Le(LARGEST_STEP)]

@@ -115,7 +115,7 @@ def attempt(store: DirectoryStore, number: int, step: int, lives: Sequence[Life]
     for rank, life in enumerate(lives):
         torch.manual_seed(rank)
         stage = nn.ModuleDict({f"layer{rank}": nn.Linear(8, 8)})
-        seat = Seat(RUN, number, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
+        seat = Seat(RUN, number, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1, 1))
         there: Any = MortalStore(store, life)
         saver = CheckpointSaver(there, RUN, {}, seat, Shared(talk, life), CollectingReporter(), keep=1)
         saver.save(step, [stage], adamw(stage), {})

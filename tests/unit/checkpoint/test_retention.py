@@ -23,7 +23,7 @@ from raypp.storage.directory import DirectoryStore
 
 RUN = "r"
 RANKS = 2
-MESH = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+MESH = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1}
 
 
 class History:

@@ -34,7 +34,7 @@ from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
 RUN = "tiny"
-ONE = Coordinates(1, 1, 1, 1)
+ONE = Coordinates(1, 1, 1, 1, 1)
 
 
 def model(width: int = 48, seed: int = 0) -> nn.Module:
@@ -99,7 +99,7 @@ def saver(
     last_save_s: float = 0.0,
     talk: InOneProcess | None = None,
 ) -> CheckpointSaver:
-    seat = Seat(RUN, attempt, rank, world, Coordinates(pp=rank % pp), Coordinates(pp, 1, 1, 1))
+    seat = Seat(RUN, attempt, rank, world, Coordinates(pp=rank % pp), Coordinates(pp, 1, 1, 1, 1))
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
     talk = talk or InOneProcess(patient=False)
     limits: dict[str, Any] = {"commit_timeout_s": commit_timeout_s, "last_save_s": last_save_s}

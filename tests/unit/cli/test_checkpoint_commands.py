@@ -30,7 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryStore:
             key, data = rank_key("kjv", step, 1, rank), f"{step} {rank}".encode() * 100
             store.put(key, data)
             records.append(ObjectRecord(key, len(data), hashlib.sha256(data).hexdigest(), rank))
-        mesh = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+        mesh = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1}
         write_commit(store, Commit("kjv", step, 1, mesh, {}, {}, tuple(records)))
     return store
 

@@ -19,7 +19,7 @@ from raypp.state.run_records.json_lines import LogLine, document
 from raypp.state.run_records.recorder import RunRecorder
 from raypp.state.run_records.status import STATUS_KEYS, RankStatus, RunStatus
 
-MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
+MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1}
 RANKS = tuple(
     RankStatus(rank, Coordinates(pp=rank // 2, fsdp=rank % 2), f"node{rank // 2}", 100 + rank, "running")
     for rank in range(4)
@@ -65,7 +65,7 @@ def test_status_json_is_one_object_with_the_keys_of_the_contract(kjv, capsys):
     assert status["state"] == "RUNNING"
     assert status["ranks"][3] == {
         "rank": 3,
-        "coordinates": {"pp": 1, "dp_replicate": 0, "fsdp": 1, "cp": 0},
+        "coordinates": {"pp": 1, "dp_replicate": 0, "fsdp": 1, "cp": 0, "tp": 0},
         "node": "node1",
         "pid": 103,
         "state": "running",

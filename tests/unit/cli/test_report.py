@@ -25,7 +25,7 @@ from raypp.state.run_records.status import RankStatus, RunStatus
 from raypp.storage import ObjectStore
 from raypp.tools.report.charts import COLUMNS, means, thinned
 
-MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
+MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1}
 RANKS = tuple(RankStatus(pp, Coordinates(pp), f"10.0.0.{pp + 1}", 100 + pp, "done") for pp in range(2))
 
 

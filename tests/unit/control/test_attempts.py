@@ -272,7 +272,7 @@ def test_a_restarted_controller_adopts_the_living_and_reports_the_dead(
     )
     living = []
     for number in (0, 1, 3):
-        seat = Seat("r", 3, number, 4, attempt.mesh.coordinates(number), Coordinates(2, 1, 2, 1))
+        seat = Seat("r", 3, number, 4, attempt.mesh.coordinates(number), Coordinates(2, 1, 2, 1, 1))
         living.append((Actor(), WorkerStatus(info_of(number), number, seat)))
     attempt.adopt(living, step=7)
     assert attempt.phase is AttemptPhase.RUNNING

@@ -165,7 +165,7 @@ def test_ranks_that_lived_on_are_led_on_and_no_restart_counts() -> None:
         ((m.StopAsked(False),), m.EndAttempt(False)),
         ((m.RankFailed(failure()),), m.EndAttempt(True)),
         ((m.RankFailed(failure("user_error")),), m.EndAttempt(True)),
-        ((m.Reshape(Shape(2, 4, 1, 1, 1, 2), 4),), m.SendRequests(Requests(stop=True, save_before_stop=True))),
+        ((m.Reshape(Shape(2, 4, 1, 1, 1, 1, 2), 4),), m.SendRequests(Requests(stop=True, save_before_stop=True))),
         ((m.Finished(False),), m.EndAttempt(False)),
     ],
 )
@@ -247,7 +247,7 @@ def test_processes_are_kept_only_where_another_attempt_may_follow() -> None:
         assert commands[-1] == m.EndAttempt(keep)
 
 
-WHOLE, HALF = Shape(2, 2, 1, 1, 1, 4), Shape(2, 1, 1, 1, 1, 8)
+WHOLE, HALF = Shape(2, 2, 1, 1, 1, 1, 4), Shape(2, 1, 1, 1, 1, 1, 8)
 GROWING = (m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
 
 
@@ -346,7 +346,7 @@ def test_a_stop_ends_a_run_that_gives_way_or_waits_after_that() -> None:
     assert (failed.state, failed.gives_way) == (RunState.RECOVERING, False), "it keeps its devices"
 
 
-_SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
+_SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 1, 8)])
 _FAILURES = ["killed", "raised", "lost_peer", "save_failed"]
 _EVENTS = st.one_of(
     st.builds(m.Reshape, _SHAPES, st.sampled_from([1, 2, 4])),
@@ -432,7 +432,7 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(0, 30))
 def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[tuple[bool, bool]], steps: int) -> None:
     """An attempt finds no room and shrinks, or trains, may take a step, and is offered room."""
-    shapes = [Shape(1, 1, 1, 1, 1, 8), HALF, WHOLE]
+    shapes = [Shape(1, 1, 1, 1, 1, 1, 8), HALF, WHOLE]
     machine, _ = play(m.Machine(), m.Start(shape=WHOLE))
     launches, step = 1, 0
     for no_room, takes_a_step in [*rounds, *[(False, False)] * 10, *[(True, False)] * 10]:

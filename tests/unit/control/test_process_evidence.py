@@ -77,7 +77,7 @@ def test_an_error_in_the_users_own_code_names_its_line(tmp_path: Path) -> None:
         except Exception as error:
             raise RuntimeError(numbers) from error
 
-    failure = failure_of(raised_by(in_a_stage), Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)), 5)
+    failure = failure_of(raised_by(in_a_stage), Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1)), 5)
     assert failure.cause.startswith(f"KeyError: 'layer' (at {source}:2 in forward: raise KeyError('layer'); ")
     assert failure.cause.endswith("then RuntimeError: [Stage 0] failed to run forward)")
     assert "KeyError: 'layer'" in failure.details and len(failure.details) < 9000

@@ -70,7 +70,7 @@ def test_a_stop_is_recorded_once_when_the_next_controller_is_asked_again(tmp_pat
 
 def test_steps_reported_again_after_newer_ones_do_not_take_the_status_back(tmp_path: Path) -> None:
     """The controller dies with unwritten steps; the next answers only the rank's last report."""
-    seat = Seat("noted", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    seat = Seat("noted", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1))
     buffer = ReportBuffer(seat)
     for step in range(1, 11):
         buffer.add_step(_report(step))

@@ -96,7 +96,7 @@ def _full_disk(buffering: str) -> Iterator[None]:
 def _begin(worker: Worker, attempt: int) -> None:
     worker.begin(
         decide(parse_job({"name": "run"})).document(),
-        Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)),
+        Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1)),
         0,
     )
 

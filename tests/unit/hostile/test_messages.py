@@ -33,7 +33,7 @@ TAIL = encode_header([], memoryview(b""), {}) + b"{}"
 DATA = bytes(range(256)) * 8
 CONTROL: dict[str, Any] = {
     "run": "a-run", "life": "0123456789ab", "job": "0" * 16, "attempt": 3, "rank": 1, "committed": -1,
-    "keeper": [7, 1.5], "layout": "1" * 16, "mesh": [1, 1, 2, 1], "objects": [(0, len(DATA), len(TAIL) - 2)],
+    "keeper": [7, 1.5], "layout": "1" * 16, "mesh": [1, 1, 2, 1, 1], "objects": [(0, len(DATA), len(TAIL) - 2)],
     "data_size": len(DATA), "data_crc": zlib.crc32(block_digests(memoryview(DATA)).encode()), "tail_size": len(TAIL),
     "tail_crc": zlib.crc32(TAIL), "format": 3, "complete": True, "step": 7,
 }  # fmt: skip

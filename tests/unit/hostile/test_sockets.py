@@ -287,7 +287,7 @@ def test_links_are_tried_while_strangers_are_at_the_port(reported: list[str]) ->
 
     def node(number: int) -> None:
         seat = Seat(
-            "run", 1, number, 2, Coordinates(pp=number), Coordinates(2, 1, 1, 1), node_rank=number,
+            "run", 1, number, 2, Coordinates(pp=number), Coordinates(2, 1, 1, 1, 1), node_rank=number,
             node=nodes[number], nodes=nodes, secret=SECRET.hex(),
         )  # fmt: skip
         chosen = Chosen(Interface("lo", nodes[number], 0, True), "on the route")
@@ -336,5 +336,5 @@ def test_a_port_that_was_taken_is_named() -> None:
 
 
 def test_the_secret_of_a_seat_is_not_shown() -> None:
-    seat = Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1), secret="ab" * 32)
+    seat = Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1), secret="ab" * 32)
     assert "ab" * 32 not in f"{seat} {seat!r}"

@@ -62,13 +62,13 @@ def test_anchors_and_merges_work_and_own_keys_win(folder: Path) -> None:
 
 def test_all_mistakes_are_reported_at_once_in_the_order_of_their_lines(folder: Path) -> None:
     found = problems(
-        folder, "name: Not Good\nmesh:\n  pp: a\n  fsdp: 0\n  tp: 2\nmodel: {decoder: 1, num_layers: true}\n"
+        folder, "name: Not Good\nmesh:\n  pp: a\n  fsdp: 0\n  rp: 2\nmodel: {decoder: 1, num_layers: true}\n"
     )
     assert [(problem.where, problem.key) for problem in found] == [
         ("job.yaml:1", "name"),
         ("job.yaml:3", "mesh.pp"),
         ("job.yaml:4", "mesh.fsdp"),
-        ("job.yaml:5", "mesh.tp"),
+        ("job.yaml:5", "mesh.rp"),
         ("job.yaml:6", "model.num_layers"),
         ("job.yaml:6", "model.decoder"),
     ]

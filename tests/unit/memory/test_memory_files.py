@@ -59,7 +59,7 @@ class Collected:
 
 def about(name: SlotName = NAME) -> dict[str, Any]:
     return {
-        "run": name.run, "life": name.life, "job": "0" * 16, "layout": "1" * 16, "mesh": [1, 1, 1, 1],
+        "run": name.run, "life": name.life, "job": "0" * 16, "layout": "1" * 16, "mesh": [1, 1, 1, 1, 1],
         "attempt": name.attempt, "rank": name.rank, "committed": -1, "keeper": keeper(),
     }  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_a_tier_whose_thread_does_not_end_leaves_no_file_of_a_finished_run(
 ) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(tier_module, "_CLOSE_S", 0.1)
-    seat = Seat("a-run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    seat = Seat("a-run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1))
     events: list[Event] = []
     tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16), seat, 1, Collected(events))
     tier.start([0], [None], 0, None, torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1), -1)
@@ -271,7 +271,7 @@ def test_the_partner_gets_the_snapshot_of_this_attempt_or_the_restored_one(
     """A file of another attempt holds another step 18."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     receives, copies = receiver
-    seat = Seat("a-run", 3, 0, 2, Coordinates(), Coordinates(1, 1, 2, 1))
+    seat = Seat("a-run", 3, 0, 2, Coordinates(), Coordinates(1, 1, 2, 1, 1))
     tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16, "1" * 16, b"secret"), seat, 2, Collected([]))
 
     def own(attempt: int, step: int) -> Slot:
@@ -310,7 +310,7 @@ def test_snapshots_of_two_attempts_are_never_mixed() -> None:
 
 def test_of_replicas_one_suffices_unless_it_turned_out_to_lack_something() -> None:
     """2 stages × 2 replicas: ranks 0 and 1 are the first stage."""
-    mesh = ([2, 2, 1, 1], "1")
+    mesh = ([2, 2, 1, 1, 1], "1")
     one_each = [[1, 5, 1, -1, *mesh], [1, 5, 2, -1, *mesh]]
     best, _ = choose([one_each], -1)
     assert best is not None and best.missing == [0, 3]

@@ -20,7 +20,7 @@ from raypp.state.memory.rank_slots import RunLife
 from raypp.state.memory.restore import Snapshots, choose
 from raypp.state.memory.tier import Apart, MemoryTier
 
-TWO = ([1, 2, 2, 1], "1")
+TWO = ([1, 2, 2, 1, 1], "1")
 """Two replicas of two ranks: 0 and 1, 2 and 3."""
 
 
@@ -67,7 +67,7 @@ def test_what_is_left_of_a_replica_is_not_used() -> None:
     assert (best, why) == (None, "no snapshot in memory is newer")
 
 
-APART = Coordinates(1, 2, 2, 1)
+APART = Coordinates(1, 2, 2, 1, 1)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_replicas_have_snapshots_of_one_period_at_every_moment(
     outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
     random = data.draw(st.randoms(use_true_random=False))
     tiers = [
-        Played(RunLife("a", "0" * 12, "0" * 16), Seat("a", 1, rank, 2, Coordinates(), Coordinates(1, 2, 1, 1)), gap,
+        Played(RunLife("a", "0" * 12, "0" * 16), Seat("a", 1, rank, 2, Coordinates(), Coordinates(1, 2, 1, 1, 1)), gap,
                cast(Reporter, None), apart=Apart(job, outer, None))
         for rank in range(2)
     ]  # fmt: skip

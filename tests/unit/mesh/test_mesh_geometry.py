@@ -79,7 +79,7 @@ def test_ranks_that_differ_along_pp_or_cp_read_the_same_replica(shape: Coordinat
     assert set(found.values()) == set(range(shape.dp_replicate * shape.fsdp))
     for group in mesh.groups(("pp", "cp")):
         assert len({found[rank] for rank in group}) == 1
-    by_hand = Coordinates(dp_replicate=2, fsdp=3).replica(Coordinates(1, 3, 4, 1))
+    by_hand = Coordinates(dp_replicate=2, fsdp=3).replica(Coordinates(1, 3, 4, 1, 1))
     assert by_hand == 11
 
 

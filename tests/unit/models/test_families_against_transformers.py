@@ -174,7 +174,7 @@ def test_import_then_no_step_then_export_gives_the_same_bytes(
     stages = [stage.apply(forget) for stage in loaded(folder, 1)]
     optimizer = build_optimizer(stages, ADAMW)
     assert load_checkpoint(store, "run", 0, stages, optimizer) is not None
-    seat = Seat("again", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    seat = Seat("again", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1, 1))
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saver = CheckpointSaver(
         store, "again", job, seat, Announcements(server, 1), CollectingReporter(), 3, commit_timeout_s=5

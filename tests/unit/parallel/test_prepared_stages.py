@@ -105,8 +105,8 @@ def test_bf16_weights_leave_a_quantised_base_as_it_is() -> None:
 
 
 def test_experts_are_balanced_over_the_whole_microbatch() -> None:
-    up, down = object(), object()
-    module = prepared(model=EXPERTS, groups=SimpleNamespace(experts=None, context=(up, down))).module
+    up = object()
+    module = prepared(model=EXPERTS, groups=SimpleNamespace(experts=None, tokens=up, tensor=None)).module
     assert [block.microbatch_group for block in moe_blocks(module)] == [up, up]
 
 

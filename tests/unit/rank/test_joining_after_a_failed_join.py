@@ -27,7 +27,7 @@ def test_a_join_that_failed_leaves_no_trace_in_the_name_of_the_next_group(monkey
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(milliseconds=200))
     seat = Seat(
-        run="r", attempt=2, rank=0, world_size=1, coordinates=Coordinates(), mesh_sizes=Coordinates(1, 1, 1, 1),
+        run="r", attempt=2, rank=0, world_size=1, coordinates=Coordinates(), mesh_sizes=Coordinates(1, 1, 1, 1, 1),
         local_rank=0, node_rank=0, node="127.0.0.1", master_addr="127.0.0.1", master_port=store.port, interface="lo",
         device="cpu", device_index=0,
     )  # fmt: skip

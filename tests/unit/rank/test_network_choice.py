@@ -18,7 +18,7 @@ from raypp.records import Coordinates, Seat
 pytestmark = pytest.mark.skipif(not network.interfaces().get("lo"), reason="needs Linux's loopback interface")
 
 SEAT = Seat(
-    run="r", attempt=1, rank=0, world_size=2, coordinates=Coordinates(), mesh_sizes=Coordinates(2, 1, 1, 1),
+    run="r", attempt=1, rank=0, world_size=2, coordinates=Coordinates(), mesh_sizes=Coordinates(2, 1, 1, 1, 1),
     node="127.0.0.1", nodes=("127.0.0.1", "127.0.0.9"), interface="lo", secret="5e" * 32,
 )  # fmt: skip
 

@@ -87,7 +87,7 @@ def test_faults_are_read_from_one_line() -> None:
 
 
 def _injected(text: str, rank: int = 0, attempt: int = 1) -> Injection:
-    seat = Seat("run", attempt, rank, 2, Coordinates(), Coordinates(2, 1, 1, 1))
+    seat = Seat("run", attempt, rank, 2, Coordinates(), Coordinates(2, 1, 1, 1, 1))
     return Injection(parse_faults(text), seat, last_step=9)
 
 

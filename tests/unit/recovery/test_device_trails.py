@@ -142,7 +142,7 @@ def played(mesh: Mesh, harm: Harm) -> list[RankActivity]:
 
 
 def blamed(harm: Harm, pp: int = 4, fsdp: int = 1) -> Blame:
-    mesh = Mesh(Coordinates(pp, 1, fsdp, 1))
+    mesh = Mesh(Coordinates(pp, 1, fsdp, 1, 1))
     return find_culprit(played(mesh, harm), list(range(pp)))
 
 
@@ -182,7 +182,7 @@ def test_of_a_cut_cable_both_ends_are_named_and_none_is_blamed(cables: list[tupl
 
 def test_a_link_that_carries_no_last_message_is_named_at_the_rank_that_sends() -> None:
     """The rest has arrived, so the receiver's step is done."""
-    activities = played(Mesh(Coordinates(2, 1, 1, 1)), Harm(cards=[(1, "sends")]))
+    activities = played(Mesh(Coordinates(2, 1, 1, 1, 1)), Harm(cards=[(1, "sends")]))
     assert [one.phase for one in activities] == ["step sum", "step sends"]
     assert find_culprit(activities, [0, 1]).rank == 1
 
@@ -205,7 +205,7 @@ def test_cards_of_a_stage_that_stand_at_one_action_are_named_and_none_is_blamed(
 
 
 def test_a_card_that_is_stuck_in_its_update_is_blamed_from_the_next_step() -> None:
-    mesh = Mesh(Coordinates(3, 1, 1, 1))
+    mesh = Mesh(Coordinates(3, 1, 1, 1, 1))
     phases = {0: ("step 0B0 waits", 90), 1: ("step update", 50), 2: ("step 2F0 waits", 88)}
     activities = [
         RankActivity(rank, mesh.labels()[rank], mesh.coordinates(rank), phase, 61.0, reached=reached)

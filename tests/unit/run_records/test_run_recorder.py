@@ -224,7 +224,7 @@ def test_the_status_in_the_store_has_the_keys_of_the_contract(store):
         "ranks": [
             {
                 "rank": 1,
-                "coordinates": {"pp": 1, "dp_replicate": 0, "fsdp": 0, "cp": 0},
+                "coordinates": {"pp": 1, "dp_replicate": 0, "fsdp": 0, "cp": 0, "tp": 0},
                 "node": "n1",
                 "pid": 42,
                 "state": "running",

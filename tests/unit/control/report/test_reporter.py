@@ -21,7 +21,7 @@ from raypp.control.report.reporter import ControllerReporter, LogTail, ReportBuf
 from raypp.control.seats import Rank
 from raypp.records import Coordinates, Event, Requests, Seat
 
-SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
+SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1, 1))
 
 
 def test_a_rank_whose_log_is_on_a_full_disk_reports_on_after_its_controller_was_away(
