@@ -291,7 +291,7 @@ def test_the_partner_gets_the_snapshot_of_this_attempt_or_the_restored_one(
 
 
 def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
-    two = ([2, 1, 1, 1], "1")
+    two = ([2, 1, 1, 1, 1], "1")
     both = [[2, 5, 0, -1, *two], [2, 5, 1, -1, *two], [2, 6, 0, -1, *two]]
     best, _ = choose([both, both], -1)
     assert best is not None and (best.step, best.attempt, best.source(1, 1)) == (5, 2, 1)
@@ -304,7 +304,7 @@ def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
 
 
 def test_snapshots_of_two_attempts_are_never_mixed() -> None:
-    two = ([2, 1, 1, 1], "1")
+    two = ([2, 1, 1, 1, 1], "1")
     assert choose([[[1, 5, 0, -1, *two]], [[2, 5, 1, -1, *two]]], -1)[0] is None
 
 
@@ -321,7 +321,7 @@ def test_of_replicas_one_suffices_unless_it_turned_out_to_lack_something() -> No
 
 def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
     """A user who removes the newest checkpoints wants to go back."""
-    seen = [[[1, 25, 0, 20, [1, 1, 1, 1], "1"]]]
+    seen = [[[1, 25, 0, 20, [1, 1, 1, 1, 1], "1"]]]
     assert choose(seen, 20)[0] is not None
     assert choose(seen, 10) == (None, "step 20 was committed but is gone: snapshots taken after it are not used")
 
