@@ -58,7 +58,7 @@ def check(rank: int, world: int, nodes: int, address: str, port: int, device: to
     rates = {"all_reduce": _rate(all_reduce, device) * 2 * (world - 1) / world}
     _same(data, pattern * world + world * (world - 1) // 2, "a sum over all ranks")
     pp = nodes if nodes > 1 and world % nodes == 0 else world
-    groups = make_groups(Coordinates(pp, 1, world // pp, 1), device.type)
+    groups = make_groups(Coordinates(pp, 1, world // pp, 1, 1), device.type)
     place, stages = groups.coordinates.pp, range(pp)
     channels = Channels(place, stages, groups.forward, groups.backward, device)
     channels.connect()
