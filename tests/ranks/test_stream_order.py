@@ -73,7 +73,7 @@ def accesses(
             order.action = action
 
         with fake_runner(job, of_rank, mark, kernel) as (runner, microbatches), order:
-            lengths = [padded_length(max(len(row.tokens) for row in rows), cp=job.mesh.cp) for rows in microbatches]
+            lengths = [padded_length(max(len(row.tokens) for row in rows), parts=job.mesh.cp) for rows in microbatches]
             read = ReadStep(microbatches, StepPlan(tuple(lengths), 100, Requests()))
             run_fake_step(runner, read, runner.batches(read, 1), lambda: mark("update"))
             if not job.train.optimizer.offload:
