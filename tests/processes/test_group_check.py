@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from stand_in_clock import wait_until
 
 from raypp.control import group_test
 from raypp.control.recovery.hang_analysis import stuck_collectives
@@ -52,10 +53,9 @@ def test_torchs_own_flight_record_is_understood(tmp_path: Path) -> None:
     dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(3))
+        ended = ["by their flight records the ranks have no operation that is not completed"]
+        wait_until(lambda: stuck_collectives({0: flight_record()}, {0: "a"}) == ended)  # another thread notes the end
         record = flight_record()
     finally:
         dist.destroy_process_group()
     assert json.loads(record)["entries"][-1]["process_group"] == ["0", "default_pg"]
-    assert stuck_collectives({0: record}, {0: "a"}) == [
-        "by their flight records the ranks have no operation that is not completed"
-    ]
