@@ -12,7 +12,7 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.limits import RANKS
 from raypp.job.lora import layer_adapters, quantised_base
-from raypp.job.models import DecoderOptions, MoeOptions, with_experts
+from raypp.job.models import MoeOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP16, FP32
 from raypp.planning.cut import most_stages
 from raypp.planning.geometry import divisors
@@ -238,7 +238,7 @@ def _tensor(job: Job) -> Iterator[Problem]:
     """Finds what the ranks of a tp group cannot share."""
     model, tp, family = job.model, job.mesh.tp, family_of(job.model)
     indices = range(model.num_layers) if family is not None else range(0)
-    layers = [] if family is None else [(family.layer(model, index), _own(model, index)) for index in indices]
+    layers = [] if family is None else [(family.layer(model, index), model.of_layer(index)) for index in indices]
     rules = [rule for index in indices if (rule := model.delta_rule(index)) is not None]
     sizes = {("model.num_heads", model.num_heads), *(("model.linear_num_key_heads", rule.key_heads) for rule in rules)}
     sizes |= {("model.ffn_size", own.ffn_size) for layer, own in layers if not layer.routes}
@@ -268,11 +268,6 @@ def _tensor(job: Job) -> Iterator[Problem]:
     if wrong_widths := [str(width) for width in sorted(cut) if width % MOMENTS_BLOCK]:
         fault = f"8bit needs whole blocks of {MOMENTS_BLOCK} values on a rank, and mesh.tp {tp} cuts rows at "
         yield Problem("train.optimizer.state", fault + " and ".join(wrong_widths), "use state: fp32, or mesh.tp 1")
-
-
-def _own(model: DecoderOptions, index: int) -> DecoderOptions:
-    """Returns the options as they are for a layer."""
-    return model.of_layer(index) if hasattr(model, "of_layer") else model
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

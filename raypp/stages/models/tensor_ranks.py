@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from raypp.stages.models.grouped_products import held
 
 
 class TensorRanks:
@@ -121,9 +122,7 @@ class _Total(torch.autograd.Function):
 def weight_here(module: nn.Module, name: str = "weight") -> Tensor:
     """Returns the rows of a module's parameter `[...]` that this rank computes with: all it has,
     unless `rows_here` of the module names them."""
-    whole: Tensor = getattr(module, name)
-    if isinstance(whole, DTensor):
-        whole = whole.to_local()
+    whole = held(getattr(module, name))
     rows: list[range] | None = getattr(module, "rows_here", None)
     if rows is None:
         return whole

@@ -48,7 +48,7 @@ def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -
         blocks = [str(layer.mixer_name), *(() if declared.routes else (declared.mlp_name,))]
         for block in blocks:
             _extend(layer.get_submodule(block), _OverRanks, ranks)
-        own = getattr(options, "of_layer", lambda _: options)(index)
+        own = options.of_layer(index)
         repeated = own.kv_heads * own.dim_per_head if rule is None and own.kv_heads % tp.size() else 0
         weights = [one for one in family.weights(options, index) if one.name.partition(".")[0] in blocks]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
