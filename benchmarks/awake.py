@@ -7,8 +7,6 @@ host. So each core runs a loop with the lowest priority (SCHED_IDLE). It has the
 the idle states of a processor before a measurement.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Writes one JSON file per rank: seconds and CPU seconds of every step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ kernels cost a GPU's host, so the CPU time shows what Python and autograd take a
 kinds take turns, and the least of the rounds counts. So does the host's time of an update.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

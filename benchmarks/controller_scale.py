@@ -14,8 +14,6 @@ The controller's other calls are made, too. The call that waits for a rank's end
 long as with real workers. One idle process per node checks the controller, as standby workers do.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import resource

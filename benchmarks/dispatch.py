@@ -5,8 +5,6 @@ layer), on two ranks, with many microbatches, so the time is dispatch and messag
 same processes, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

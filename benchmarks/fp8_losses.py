@@ -7,8 +7,6 @@ layer's gradients are from those in fp32, and how far activations between layers
 in rows of int8 and of fp8. The figures do not depend on the load of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

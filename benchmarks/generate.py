@@ -5,8 +5,6 @@ greedily in turns in one process. Prompts of a batch have different lengths; tra
 at their beginning. The tokens are compared, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -18,8 +18,6 @@ The peak is the data sheet's. `of matmul` is the causal formula as a share of th
 device reaches in a square product of matrices.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A real controller with simulated ranks and idle processes, for `controller_scale`."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -7,8 +7,6 @@ products and attention are neither. GB are read and written, each tensor once a 
 of 128 experts all operators count, products too, for a loop over them and for one product of all.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ runs take another day. So in each turn the leader asks whether one may go past t
 row is an actor that does nothing: what Ray itself takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -21,8 +21,6 @@ cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`). 
 `--sleeping-cores` they are not, and a program pays extra for each wait after which a core is slow.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -8,8 +8,6 @@ rates are raypp's; `--check` trains 60 steps with raypp's own ranks, too, and pr
 difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

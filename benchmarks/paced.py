@@ -6,8 +6,6 @@ but need hardly any core, so what a cable costs shows on a machine with fewer co
 on a busy one. Losses are zero. It does not show what waiting and copying cost the cores.
 """
 
-from __future__ import annotations
-
 import time
 from types import MethodType
 from typing import Any

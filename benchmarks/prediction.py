@@ -13,8 +13,6 @@ The cores are kept awake (`benchmarks.awake`). With `--sleeping-cores` they are 
 does not know that virtual cores come back slow from a wait.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

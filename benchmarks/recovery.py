@@ -7,8 +7,6 @@ number of processes kept, and the number of steps done twice; once with the memo
 without.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Compares the bytes that a load onto another mesh reads with the bytes that its ranks need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

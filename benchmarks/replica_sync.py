@@ -18,8 +18,6 @@ of the same round; the table shows the median over the rounds and the range. The
 limit of the cable are those of `beside`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -4,8 +4,6 @@ Each benchmark prints its own tables. Ratios compare values within a benchmark, 
 machine. docs/benchmarks/README.md has the goals and the measurements so far.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

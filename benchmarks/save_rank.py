@@ -5,8 +5,6 @@ the S3 server. A command is `save N` (one save and nothing else) or `train N` (o
 training continues until it is durable).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Runs the processes of the save benchmark's writers and collects the cost of each save."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

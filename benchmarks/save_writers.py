@@ -4,8 +4,6 @@ Each writer has calls to begin a save, after which training may continue; to rep
 had to wait; and to finish, which returns once the save is durable.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

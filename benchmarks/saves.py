@@ -7,8 +7,6 @@ with raw boto3 and DCP's writers; and what a load onto other meshes reads.
 The server is SeaweedFS, which stores and whose CPU time bounds every writer.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -9,8 +9,6 @@ The table has the seconds of a step, over whole periods of outer steps, and the 
 exact sums without a limit of any cable.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from typing import Any

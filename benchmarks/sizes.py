@@ -1,7 +1,5 @@
 """The model and batch of all throughput figures, unless stated otherwise."""
 
-from __future__ import annotations
-
 from raypp.job.models import DecoderOptions
 
 ROWS, MICROBATCHES, SEQ_LEN = 2, 8, 256

@@ -5,8 +5,6 @@ embedded cluster, alternates `raypp submit` and torchrun on the mesh of the quic
 directory store, and prints medians and the ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Every benchmark calls `announce` before it measures.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -5,8 +5,6 @@ each round's median step, for speed and for CPU seconds, and the fraction of a s
 raypp's parts takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Measures the costs of a model's parts on one core, in turns, as `raypp plan --measure` does."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

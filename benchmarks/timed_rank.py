@@ -1,7 +1,5 @@
 """Times raypp's rank runtime under torchrun, step by step: the `run_rank` that workers call."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """torch's private names that only benchmarks and tests use; raypp's own are in
 `raypp.torch_private`, which says how such names are kept."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

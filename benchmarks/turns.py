@@ -5,8 +5,6 @@ measured within seconds of each other, many times. Restarting the processes for 
 longer than the steps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

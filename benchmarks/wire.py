@@ -6,8 +6,6 @@ on held-out text, and prints the losses as a table. The row of another seed show
 difference by chance is. The figures do not depend on the load of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

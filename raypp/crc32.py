@@ -2,8 +2,6 @@
 carry-less multiplication, which the zlib of most Linux distributions does not: 12 instead of 3.5
 GB/s. A node without isal reads and writes the same checkpoints."""
 
-from __future__ import annotations
-
 import zlib
 
 from typing_extensions import Buffer

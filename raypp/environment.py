@@ -1,8 +1,6 @@
 """What must be installed where: raypp's optional packages, and the versions that nodes need. A job
 takes raypp's own code along, so nodes need only what that code imports."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

@@ -2,8 +2,6 @@
 registries. A new kind is one file in the package given below. Its `KIND` answers all questions
 about it; no other file lists it. The model families are in `raypp.job.known_families`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

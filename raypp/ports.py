@@ -1,7 +1,5 @@
 """Finds ports for servers that start some seconds later, and that nothing else takes meanwhile."""
 
-from __future__ import annotations
-
 import errno
 import random
 import socket

@@ -1,7 +1,5 @@
 """Which requests go through a proxy that the environment names. Loopback never does."""
 
-from __future__ import annotations
-
 import os
 from urllib.parse import urlsplit
 

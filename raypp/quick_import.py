@@ -1,8 +1,6 @@
 """Imports large modules without garbage collections. The objects of torch and Ray are never freed.
 Collections that scan them again and again take a quarter of the time of the imports."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from types import ModuleType

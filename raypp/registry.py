@@ -10,8 +10,6 @@ every kind and no command waits for torch. The arguments of a declaration must t
 literals. The function that builds the thing is imported on first use.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

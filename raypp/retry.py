@@ -1,7 +1,5 @@
 """Retries with growing pauses until a deadline."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

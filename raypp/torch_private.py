@@ -8,8 +8,6 @@ a new torch breaks a name, fix it here.
 and benchmarks use are in `benchmarks/torch_private.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The directory for this user's raypp files on this machine: `$RAYPP_HOME`, or `~/.raypp`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

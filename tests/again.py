@@ -5,8 +5,6 @@ process of the tests stands still for 50 ms, again and again.
 Each run has a folder, `build/again/run-01/`, with the output and one JUnit file per tier.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Loads a job, runs every check that needs no cluster, and plans what it will cost."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Finds the checkpoint that an argument refers to, and exports it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any

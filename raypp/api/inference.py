@@ -1,7 +1,5 @@
 """A trained model used: on this machine, or on a cluster."""
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

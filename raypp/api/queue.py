@@ -1,7 +1,5 @@
 """The line of runs that wait for devices: who is in it, and how to change it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from raypp.control.clusters import known_runs

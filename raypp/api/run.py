@@ -1,7 +1,5 @@
 """What a script or a notebook calls: `raypp.load_job`, `raypp.submit`, `raypp.run`; a run."""
 
-from __future__ import annotations
-
 import html
 import json
 import logging

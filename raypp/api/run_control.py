@@ -1,7 +1,5 @@
 """A run's records, and commands to it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any, Self

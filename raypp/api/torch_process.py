@@ -1,7 +1,5 @@
 """Runs code that needs torch in a separate process, because the command line never imports it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

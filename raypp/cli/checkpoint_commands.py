@@ -1,7 +1,5 @@
 """`raypp checkpoints`: list, show, verify, prune, compare; convert to and from Hugging Face."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, replace
 from itertools import groupby

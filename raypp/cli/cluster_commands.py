@@ -1,7 +1,5 @@
 """`raypp local` controls the embedded cluster; `raypp slurm` trains on the nodes of a Slurm job."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

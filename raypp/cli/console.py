@@ -1,8 +1,6 @@
 """Prints tables and styled text by Rich. No text acts as markup or as control characters. Commands
 use these classes, safe with any string, not Rich's. `output.py` is for plain lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast

@@ -1,7 +1,5 @@
 """`raypp doctor`: checks a cluster before a job runs into its problems."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

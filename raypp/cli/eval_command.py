@@ -1,7 +1,5 @@
 """`raypp eval`: the loss of a trained model on text, or its results on tasks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

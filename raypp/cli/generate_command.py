@@ -1,7 +1,5 @@
 """`raypp generate`: text from a trained model, or a chat with it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """`raypp status | list | history | events | logs | report`: the records of a run."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Example jobs (`raypp init`), and the job language: explain, schema, list-kinds."""
 
-from __future__ import annotations
-
 import difflib
 import shutil
 import textwrap

@@ -1,7 +1,5 @@
 """`raypp`: the list of commands, and the exit codes of all of them."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import io

@@ -2,8 +2,6 @@ r"""Prints lines, JSON and errors for commands. No printed text can control the 
 print through this file, or through `console.py` if they need tables. Both show control characters
 as `\x1b`. `tests/lint/test_printing.py` finds commands that print otherwise."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`raypp parity`: checks whether the mesh changes the numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`raypp plan`: shows what a job will do and cost, and what would be faster."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Shows a plan on the terminal: `raypp plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """`raypp queue`: who waits for devices and who has them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

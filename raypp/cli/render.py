@@ -1,7 +1,5 @@
 """Shows runs on a terminal: summaries, tables, lists."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

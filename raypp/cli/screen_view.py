@@ -1,7 +1,5 @@
 """The live screen of `raypp status --watch`: progress, mesh, loss curve, events."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import Counter

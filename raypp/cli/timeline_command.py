@@ -1,7 +1,5 @@
 """`raypp timeline`: traces the next steps of a run, and shows where their time went."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,7 +1,5 @@
 """One attempt: fills each bundle with a process, gives out seats, awaits the ends. It is polled."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

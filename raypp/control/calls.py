@@ -1,8 +1,6 @@
 """What code that a command calls in other processes reports: JSON objects, of which `error` has an
 error as plain values, `answer` the answer, and `progress` what is on the way. Without torch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

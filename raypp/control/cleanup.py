@@ -1,7 +1,5 @@
 """Finds a run's processes by the run's name, ends them, and removes their snapshots in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

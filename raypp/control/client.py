@@ -1,7 +1,5 @@
 """Submits runs to a cluster, and sends commands to their controllers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 examine nodes, and use models there. On the embedded cluster a process of this machine can do it;
 elsewhere it is a Ray job, so that only the dashboard's address is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

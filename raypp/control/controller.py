@@ -1,7 +1,5 @@
 """The controller: a detached, restartable, named actor that others call. `leader` leads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

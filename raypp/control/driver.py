@@ -8,8 +8,6 @@ without a checkpoint.
 run, which is stored at URL, and reports the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Chooses the mesh of a run by the nodes that are available, and the nodes to exclude."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from raypp.control import machine as m

@@ -6,8 +6,6 @@ Where there is none, and none can be started, this process becomes the worker it
 everything. It runs once per worker, so it imports little, and nothing of raypp.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -7,8 +7,6 @@ serves `fork_client` on a socket there. It exits when none of its workers is lef
 asked for in a while, or when the node's raylet has exited.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

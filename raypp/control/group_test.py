@@ -1,7 +1,5 @@
 """Runs a node's ranks of `raypp.tools.doctor.group_check`, which tests NCCL, or gloo on CPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 mark was. A frozen rank, or one on a frozen host, reports nothing.
 `raypp.control.recovery.hang_analysis` works out which rank is to blame."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections import deque

@@ -1,7 +1,5 @@
 """The thread that leads a run: collects events, asks the state machine, runs its commands."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

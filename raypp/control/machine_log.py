@@ -2,8 +2,6 @@
 Each write creates one more object, `NAME/machine/SPEC-000017.json`, if it is absent, so of two
 processes that lead at the same time one notices. The newest object counts."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Tests a run's nodes with each other, by its processes, after a hang that no rank explains."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a job wants told of its run's end: `observe.on_end`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

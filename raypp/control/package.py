@@ -1,7 +1,5 @@
 """Builds a run's package for Ray: raypp's code and the request; no secret, as nodes write it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Post-mortem of a rank that died or hangs: asks Ray, the network and other workers of its node."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

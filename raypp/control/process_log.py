@@ -1,7 +1,5 @@
 """Words for this process' log, which may take nothing more: Ray's logs may be on a full disk."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback

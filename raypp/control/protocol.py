@@ -1,7 +1,5 @@
 """Messages between controller, workers and driver: plain data that Ray pickles."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How the ranks of one attempt end: awaits their results, and finds the cause of each failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

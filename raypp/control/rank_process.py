@@ -1,7 +1,5 @@
 """A worker process: where it runs, its device, and its set-up for a seat."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

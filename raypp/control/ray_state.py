@@ -1,7 +1,5 @@
 """What Ray knows of the cluster: nodes, those lost unnoticed, and runs' placement groups."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import time

@@ -1,7 +1,5 @@
 """Puts a job on another mesh than its own, and decides what follows from it there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from raypp.job.job import Job

@@ -1,8 +1,6 @@
 """Records of a run: events, steps, logs and status for the store, lines of text for `submit`, and
 Ray metrics. Events that the controller records: people read them; nothing else does."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """The ranks of an attempt as the controller sees them, and the seats they get."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 from collections import Counter

@@ -1,7 +1,5 @@
 """What the leader watches in an attempt: hangs, preemptions, spares (mesh: `ElasticSizing`)."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

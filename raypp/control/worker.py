@@ -1,8 +1,6 @@
 """The actor of one rank, which takes one seat after the other. Reaches the runtime by one line. It
 says which kind of failure ended its rank, and ends itself without a run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """The processes of a run: one per bundle and one standby per node, kept between attempts."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The job file's keys that name kinds, the names each accepts, and files of a user's own kinds."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sysconfig

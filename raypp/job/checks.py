@@ -1,8 +1,6 @@
 """Checks of a job that go beyond types and need nothing but the job. `raypp.planning` checks what
 depends on mesh, model and schedule together (layers per stage, microbatches)."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

@@ -4,8 +4,6 @@ Legend: C residual width, Q width of all query heads, K width of all key/value h
 E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -2,8 +2,6 @@
 `true` and `false` are booleans, `3e-4` is a number, `off` and dates are text. The job file has
 values such as `off` that YAML 1.1 would read as booleans."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """`raypp explain` and `raypp schema`: describe the job file from its pydantic models."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

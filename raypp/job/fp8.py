@@ -1,7 +1,5 @@
 """Which matrices `train.precision: fp8` computes in fp8, and what stands against it. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Loads a job file into a `Job`. Reports all problems at once, each with its `file:line`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -2,8 +2,6 @@
 `FAMILY` of the module of its name in `raypp.job.families`, which is imported when a job names it.
 Its builder and layers are imported on first use: reading a job needs no torch."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

@@ -1,8 +1,6 @@
 """Limits of a job's text and numbers. No real job comes near them. A number within its limit can be
 wrong; but nothing done with it overflows, takes all memory or longer than seconds."""
 
-from __future__ import annotations
-
 FILE_BYTES = 256 << 10
 """Bytes of a job file."""
 VALUES = 10_000

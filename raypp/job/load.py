@@ -1,7 +1,5 @@
 """Makes a job from plain values, and back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ The matrix `self_attn.q_proj.weight` `[out, in]` gets `self_attn.q_proj.lora_A.w
 A matrix is quantised by rows, so cuts between rows change no bit (`stages.models.quantised_rows`).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

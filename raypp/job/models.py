@@ -1,7 +1,5 @@
 """The `model:` section: every decoder's keys, and experts'. Families: `raypp/job/families/`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Parameters with a rate or a decay of their own: `train.optimizer.groups`."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Resolves relative paths of the job file and checks whether local paths exist."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

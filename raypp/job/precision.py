@@ -2,8 +2,6 @@
 precision is a row of `PRECISIONS` and a word of `PrecisionName`; a new dtype is also a row of
 `DTYPES` and a word of `DtypeName`, and needs rates in `raypp.planning.costs`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal

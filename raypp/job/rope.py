@@ -1,8 +1,6 @@
 """The rotary encoding of a layer: its width, its base, and how its frequencies are scaled. Nothing
 here imports torch; `raypp.stages.models.rotary` computes the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Tells which values of `resources.env` may be shown; others are never printed or stored."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Mapping

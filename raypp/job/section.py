@@ -1,7 +1,5 @@
 """The base class of every section of the job file, and the paths of keys in it."""
 
-from __future__ import annotations
-
 import re
 import types
 from functools import cache

@@ -1,8 +1,6 @@
 """The small files that a job names, which travel with it: tokenizer, chat template, schedule. The
 package of a run has them below `FOLDER`, its store below `NAME/files`. The job keeps its paths."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reads a `tokenizer.json` of Hugging Face's tokenizers, and who its special tokens are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks the trackers of a job: their options, and what they need of the environment."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,6 @@
 """Describes each wrong value of a job as a problem that a user can fix. Finds the job's sections by
 key path, says their types in words, and translates other trainers' names of keys."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -1,7 +1,5 @@
 """Checks mesh, model, cut and schedule together, before anything is reserved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Chooses how many extra warm-up forwards hide the links, and which ranks share a network card."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence

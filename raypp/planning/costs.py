@@ -1,7 +1,5 @@
 """Costs of a model's parts on one device, measured or computed from FLOPs and a rate."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Assigns layers to stages so that the stages cost about the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 

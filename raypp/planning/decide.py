@@ -4,8 +4,6 @@
 `decide` adds what depends on the mesh of an attempt and on its nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise

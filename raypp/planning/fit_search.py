@@ -8,8 +8,6 @@ As a program, it answers a rank (`train.device_memory`): the keyword arguments o
 come as JSON on its standard input, the sentence goes to its standard output.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -12,8 +12,6 @@ of the last stage are expressed as a number of layers, and so is the embedding. 
 little on `FLOPS_PER_BYTE`, because layers move bytes too.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from raypp.job.job import Job

@@ -15,8 +15,6 @@ pipeline that cross different boundaries share a node's cable only while both ar
 (`schedules.shared_cards`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ is that which a save uploads, or lets a rank take snapshots while an older one i
 does not wait for the save with another one (docs/design/0009).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 entry in `LEVERS`; nothing else lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

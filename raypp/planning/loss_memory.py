@@ -5,8 +5,6 @@ chunks. That depends on the vocabulary and the kind of device alone, so the same
 the same bits on every mesh that does not split its rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from raypp.job.family import embedding

@@ -1,7 +1,5 @@
 """Reads and writes the costs that `raypp plan --measure` measured, with what they are valid for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

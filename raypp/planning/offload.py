@@ -4,8 +4,6 @@
 weights; `train.activation_checkpointing: offload` the inputs of layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from raypp.job.job import Job

@@ -6,8 +6,6 @@ left after the last backward makes the step longer. Replicas that train apart se
 once in `train.sync.every_steps` steps, and wait for what `overlap_steps` do not hide.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

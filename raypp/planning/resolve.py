@@ -4,8 +4,6 @@
 a job. `planning.check` resolves the choices one by one, to report every problem at once.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal

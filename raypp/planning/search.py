@@ -4,8 +4,6 @@ The global batch stays that of the job: microbatches · micro_batch_size · repl
 cannot run, or that need more memory than a device has, are left out and counted.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Assigns ranks to workers according to their nodes, and stages to pipeline ranks."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from collections.abc import Sequence

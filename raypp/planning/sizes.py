@@ -6,8 +6,6 @@ options, and the plan says so (`sizes_remark`). The cut always uses the latter: 
 compute the same cut, even if nothing was counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache

@@ -4,8 +4,6 @@ It follows `parallel.tensor.split_tensors`: a rank holds an equal part of what i
 the rest, such as norms, routers, experts, and matrices whose parts are not equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

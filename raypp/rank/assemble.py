@@ -1,7 +1,5 @@
 """Assembles a rank that can run steps: groups, stages, optimizer, reducer, loader."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

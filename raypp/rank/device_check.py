@@ -1,7 +1,5 @@
 """Refuses a device that cannot run the job, before anything is built on it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -5,8 +5,6 @@
 docs/reliability.md has the kinds, the moments and the settings.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """Seats without a controller: for ranks on one machine, and for processes started by torchrun."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each process derives its seat from torchrun's environment. Rank 0 writes the run's records.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import json

@@ -4,8 +4,6 @@ An entry is a directory named by the digest of all it was made from, complete or
 delete any while nothing runs. It is at `$RAYPP_CACHE_DIR`, else below the user's cache directory.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reads what an S3 server answers: listings, page by page, and bodies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

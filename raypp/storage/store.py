@@ -4,8 +4,6 @@ A store is a flat map from keys to bytes. An object appears complete or not at a
 changes. Keys are relative to the store's URL. No key may be a folder of another (`a` and `a/b`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

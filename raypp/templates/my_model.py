@@ -1,7 +1,5 @@
 """A decoder with a feed-forward block of its own: squared ReLU, without a gate."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from raypp.job.models import DecoderOptions

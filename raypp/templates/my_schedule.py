@@ -3,8 +3,6 @@
 Its activations are those of as many microbatches as there are ranks; gpipe keeps all of a step.
 """
 
-from __future__ import annotations
-
 
 def in_waves(pp: int, stages_per_rank: int, microbatches: int, lookahead: int) -> dict[int, list[str]]:
     """Returns the actions of every rank: `1F3` is the forward of microbatch 3 in stage 1.

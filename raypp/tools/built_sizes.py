@@ -2,8 +2,6 @@
 answer is `{"layers", "first", "last", "whole"}`: the shapes of each layer's parameters, and
 parameter counts as in `raypp.planning.sizes.ModelSizes`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from typing import Any

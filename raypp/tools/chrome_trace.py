@@ -2,8 +2,6 @@
 Each rank is a process. Its first row is what it did; further rows are what was under way beside
 that. Arrows lead from sends to what needs them. The process `predicted` is the simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs ranks as processes of this machine, without a cluster."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

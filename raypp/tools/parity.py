@@ -2,8 +2,6 @@
 Both run on local gloo ranks on the CPU. It needs no cluster and no store: every rank writes its
 results as safetensors to a temporary directory."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

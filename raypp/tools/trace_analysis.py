@@ -1,7 +1,5 @@
 """What a trace says: where each rank's time went, for whom it waited, and what was hidden."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 dataclass, a TypedDict or any other type that pydantic validates. Validation is strict: a number in
 quotes is not a number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Paths, and files that others may have placed: regular ones only, up to a bound."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -2,8 +2,6 @@
 length of the header (8 bytes, little endian), then the header, a JSON object, then the data.
 https://huggingface.co/docs/safetensors describes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Shows text from others so that it can neither control a terminal nor pass for other text."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

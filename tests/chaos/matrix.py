@@ -5,8 +5,6 @@ an attempt are more than a checkpoint interval apart, or hit the start of the ne
 second case the recovery itself is hit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ compared bit for bit. The seed determines kinds, victims and times, but not the 
 which a fault hits.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

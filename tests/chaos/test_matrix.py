@@ -1,7 +1,5 @@
 """Kinds of faults, moments of a run and victims: each case ends like an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tests faults outside the table: of data, and of the driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests how the time of a disturbed run is attributed, from its events and history alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

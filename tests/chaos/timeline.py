@@ -1,7 +1,5 @@
 """Splits the time of a disturbed run into training, redoing lost steps, and recovering."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

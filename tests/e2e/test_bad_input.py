@@ -1,8 +1,6 @@
 """Tests invalid jobs, data, stores and clusters: each gets an exit code and a message that says
 where the problem is, what it is, and how to fix it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`raypp doctor --first-hour` on a laptop without cards: its checks run on CPUs."""
 
-from __future__ import annotations
-
 import pytest
 from laptop import Laptop
 

@@ -1,7 +1,5 @@
 """The page and the notebook on using raypp from Python do what they say, on a real cluster."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run goes through all that may happen to one, and ends like an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

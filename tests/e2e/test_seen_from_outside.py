@@ -1,7 +1,5 @@
 """What Prometheus and Grafana's queries show of a run that trains."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

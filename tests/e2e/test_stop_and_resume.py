@@ -1,7 +1,5 @@
 """A run is saved, stopped, resumed and left; the same job runs without Ray, in S3."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

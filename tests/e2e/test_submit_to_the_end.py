@@ -1,7 +1,5 @@
 """Tests one run through the command line, and all later queries from other processes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

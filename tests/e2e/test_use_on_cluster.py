@@ -1,7 +1,5 @@
 """`raypp generate` and `eval` give on the cluster what they give here, and leave nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -25,8 +25,6 @@ depend on what came before, otherwise a failure cannot be replayed.
 `tests/unit/hostile/test_fuzz_targets.py` gives every target its samples and a few mutations.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence

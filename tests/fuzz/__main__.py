@@ -1,7 +1,5 @@
 """The command: `python -m tests.fuzz [TARGET…] --minutes 10 --seed 1`, and `--replay FILE`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

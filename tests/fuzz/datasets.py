@@ -1,7 +1,5 @@
 """Hugging Face datasets and token shards."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """Documents of a run in its store, through every command that reads them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

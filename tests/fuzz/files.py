@@ -1,7 +1,5 @@
 """Files that are not a run's: those of Hugging Face models, data, measurements and local state."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

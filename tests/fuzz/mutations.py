@@ -1,7 +1,5 @@
 """Changes a valid input in one to four places: by the structure of its JSON, or by its bytes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """Gives inputs to targets, within limits of time and memory, and keeps what fails."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What peers send: greetings, copies of snapshots, the places where nodes listen."""
 
-from __future__ import annotations
-
 import json
 import zlib
 

@@ -1,7 +1,5 @@
 """Stored jobs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small run in a directory, one document of which is replaced, and the commands that read it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Text of others on its way to a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """GPU tests use the harness of the rank tests. Without a device, those marked `gpu` are skipped."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -14,8 +14,6 @@ mark it `gpu`:
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The same tests run on a CPU with `varlen_reference` in place of a GPU's kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

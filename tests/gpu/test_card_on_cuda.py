@@ -1,7 +1,5 @@
 """What is asked of a card before a rank builds on it, and where its reporter says that it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests experts with the grouped kernel on CUDA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 By NCCL on a GPU, else by gloo. The worker process of a run does what `_live` does here.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -4,8 +4,6 @@ On a GPU; and without one by Triton's interpreter and compiler, where Triton is 
 with torch for CUDA, and with `make test-torch211`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ On CUDA, or by the same compiler's kernel for CPUs. How many kernels an H100 get
 a card.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The loss in chunks on this machine's device, and what a rank on CUDA sets for its process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ run in the same processes. Each job computes one step in fp32, so that no update
 rounding.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

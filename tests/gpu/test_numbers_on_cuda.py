@@ -4,8 +4,6 @@ Needs neither Ray nor S3. With one device the mesh has one rank. With more devic
 pipelines and FSDP across them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The numbers are compared with and without a GPU (`ranks.py`), the memory with one only.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

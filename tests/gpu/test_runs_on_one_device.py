@@ -3,8 +3,6 @@
 NCCL on a GPU, gloo without one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hosts of a test bed without Ray, and programs with a rank on each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """A Docker engine of the test's own; images are made from Debian's packages, not pulled."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

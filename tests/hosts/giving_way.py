@@ -5,8 +5,6 @@ mark of uploads. It prints how long an upload gave way that had the cable to its
 the messages, whether messages were seen before, and whether they went on until the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

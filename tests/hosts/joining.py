@@ -1,7 +1,5 @@
 """One rank that joins a group of two hosts, reports it, and leaves: `joining.py SEAT-AS-JSON`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

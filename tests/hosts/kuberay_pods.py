@@ -1,7 +1,5 @@
 """The pods that KubeRay 1.6 makes of cluster/kuberay/raycluster.yaml, without Redis."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

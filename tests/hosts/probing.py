@@ -1,7 +1,5 @@
 """A rank of a pipeline, one per host, that times its channels: `probing.py RANK ADDRESS BYTES`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Arguments: rank, address, exact or int8.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Tests that the test bed limits and cuts cables, and leaves nothing behind. Without Ray."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

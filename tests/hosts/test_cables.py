@@ -1,7 +1,5 @@
 """What ranks send over cables: sums, timed channels, uploads that give way. Without Ray."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

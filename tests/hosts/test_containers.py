@@ -1,7 +1,5 @@
 """The image, cluster/compose.yaml and the pods of cluster/kuberay in containers of an engine."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

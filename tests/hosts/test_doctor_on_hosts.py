@@ -1,7 +1,5 @@
 """`raypp doctor` on several hosts measures every link and names what is broken."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import permutations

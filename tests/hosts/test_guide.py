@@ -5,8 +5,6 @@ checkout for the clone, and small programs for sudo, ssh and scp. `_NOT_TYPED` l
 that cannot run here.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

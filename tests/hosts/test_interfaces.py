@@ -1,7 +1,5 @@
 """Two ranks on two hosts connect over the right interface or report the wrong one. Without Ray."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

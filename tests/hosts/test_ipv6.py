@@ -1,7 +1,5 @@
 """Two hosts that have IPv6 addresses only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

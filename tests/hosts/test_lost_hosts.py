@@ -1,7 +1,5 @@
 """A host dies, is cut off, or freezes, while another host is free."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 

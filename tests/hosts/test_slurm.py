@@ -1,7 +1,5 @@
 """`sbatch cluster/slurm/raypp.sbatch JOB` on a real Slurm whose nodes are hosts of a test bed."""
 
-from __future__ import annotations
-
 import platform
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Tests a pipeline whose stages are on different hosts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The Markdown pages of the repository, as the checks of this folder read them."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

@@ -7,8 +7,6 @@
   The job and the `--set`s of `submit`, `plan` and `parity` must pass what `raypp plan` checks.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

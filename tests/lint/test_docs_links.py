@@ -1,7 +1,5 @@
 """Every relative link of every page leads to a file that is there, every anchor to a heading."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

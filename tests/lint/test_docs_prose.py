@@ -1,7 +1,5 @@
 """How pages are written: wrapped at 100 columns, and so that GitHub and the site show the same."""
 
-from __future__ import annotations
-
 import re
 
 from markdown_pages import pages, prose

@@ -1,7 +1,5 @@
 """Every package has a page with the table of its files, and every file says what it is for."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """No file on the path of a step makes the host wait for a device, except where it says why."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

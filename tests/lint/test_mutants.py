@@ -1,7 +1,5 @@
 """Every fault of `make mutants` can still be made; otherwise change `old` in its entry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.mutants.__main__ import stale

@@ -3,8 +3,6 @@
 A deadline may end a hang: `assert time.monotonic() < end` in a loop that waits for a condition.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

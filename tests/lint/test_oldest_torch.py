@@ -6,8 +6,6 @@ all public names that were added since. `make test-torch211` compares it with bo
 it asks whether torch has it (`hasattr(F, "linear_cross_entropy")`).
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

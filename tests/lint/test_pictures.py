@@ -1,7 +1,5 @@
 """Pictures that are drawn by a file are what the file draws."""
 
-from __future__ import annotations
-
 import runpy
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """Commands print by `output.py` and `console.py` only."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

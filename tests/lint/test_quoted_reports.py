@@ -1,7 +1,5 @@
 """Reports and messages that pages quote are what raypp says: each is made here, as by a run."""
 
-from __future__ import annotations
-
 from markdown_pages import REPOSITORY
 
 from raypp.control.recovery.hang_analysis import Blame, RankActivity, find_culprit

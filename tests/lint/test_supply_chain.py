@@ -1,7 +1,5 @@
 """What is installed has hashes, and nobody is told to install what is not the project's."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`make test` and `make lint` run every folder of tests, each in one tier."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """torch's private names are used in one file of the package, and one for benchmarks and tests; the
 lint finds them in every other file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch_names import Source, private_uses, read_sources

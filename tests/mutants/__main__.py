@@ -1,7 +1,5 @@
 """The command: `python -m tests.mutants [--only NAME] [--unit]`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The faults, and the tests that meet each module."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MEETS = {

@@ -1,7 +1,5 @@
 """The command that runs all benchmarks lists them all, with a description of each."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank whose device is too small names changes that fit: it asks another process for them."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.job.load import parse_job

@@ -1,7 +1,5 @@
 """A rank on CUDA (the card is made up) runs on the CPUs that sysfs lists for its card."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ In place of the driver is a library that the tests compile. It notes who loads a
 One that is too old is named.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests `raypp data tokenize` as a command: several processes, and a kill in the middle."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

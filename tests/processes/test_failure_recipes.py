@@ -1,7 +1,5 @@
 """Follows CONTRIBUTING's recipes for failure policies and kinds exactly, in a copy of raypp."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Workers come from one process per node: the server and its client, without a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What `raypp doctor --nccl` runs on the nodes, with gloo on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests snapshots in shared memory that live and dead processes hold."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

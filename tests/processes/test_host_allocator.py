@@ -1,7 +1,5 @@
 """Memory of a rank on CPUs: large freed blocks stay with the process for the next microbatch."""
 
-from __future__ import annotations
-
 import os
 import sys
 

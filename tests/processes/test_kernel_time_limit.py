@@ -1,7 +1,5 @@
 """The driver's time limit on kernels is read from a driver that the test compiles."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests writers of a directory store that are killed, and a full disk."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

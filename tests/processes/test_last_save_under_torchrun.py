@@ -1,7 +1,5 @@
 """A process of torchrun whose last save fails ends with an error; a second start saves it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Commands that must answer at once import nothing heavy. Each case is a fresh interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Several processes fill a node's cache at once."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a user types works on a Mac, as far as that can be shown on Linux."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from programs import run_python

@@ -1,7 +1,5 @@
 """`raypp plan --exact` plays each pipeline rank in a process of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

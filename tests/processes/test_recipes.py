@@ -4,8 +4,6 @@ everywhere.
 tests/ranks/test_recipes_on_ranks.py runs the contract tests on the new kinds and trains with them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several users of one directory store."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

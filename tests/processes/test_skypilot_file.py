@@ -1,7 +1,5 @@
 """SkyPilot's own parser takes the file that is for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands as processes, on a pseudo-terminal and in a pipe: text of others controls neither."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

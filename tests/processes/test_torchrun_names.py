@@ -1,7 +1,5 @@
 """torchrun on a machine whose own name does not resolve, as in most containers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What is known about another process: its stacks while it lives, its last output afterwards."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

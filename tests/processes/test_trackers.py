@@ -1,7 +1,5 @@
 """Trackers: what the libraries read back, and what a broken one does to a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import struct
 import time

@@ -1,7 +1,5 @@
 """`raypp status --watch` on a pseudo-terminal: sizes, and the terminal afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -5,8 +5,6 @@ name for the chosen extras, and to no other. So it needs no network, and a depen
 missing from pyproject.toml is missing here, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

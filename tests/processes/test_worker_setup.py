@@ -1,7 +1,5 @@
 """The embedded cluster's script that sets up a worker does what Ray's own does, without Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

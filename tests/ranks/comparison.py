@@ -9,8 +9,6 @@ kernels. A bound on that error either fails by chance or hides a fault.
 So sums are compared in fp64, where the same roundings stay at 1e-14 after the same updates.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fork server imports this: what each rank would otherwise import and prepare by itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 

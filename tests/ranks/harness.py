@@ -3,8 +3,6 @@
 Processes come from a fork server that has torch imported, so a rank starts in tens of milliseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

@@ -1,7 +1,5 @@
 """Copies between device and host memory that are as late as a device may make them."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

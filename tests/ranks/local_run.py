@@ -1,7 +1,5 @@
 """Runs ranks (`run_rank`) in real processes that real signals kill, attempt after attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ That Python's environment has raypp and its development dependencies, but a diff
 test-torch211` sets the variable.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

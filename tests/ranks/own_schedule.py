@@ -1,7 +1,5 @@
 """A user-defined schedule, referenced as `own_schedule:backwards_in_pairs`."""
 
-from __future__ import annotations
-
 
 def backwards_in_pairs(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> dict[int, list[str]]:
     """Returns two forwards, two backwards, and so on, for every rank. One stage per rank."""

@@ -1,7 +1,5 @@
 """`train.activation_checkpointing: offload` changes no bit under any schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

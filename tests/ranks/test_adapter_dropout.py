@@ -1,7 +1,5 @@
 """Dropout of adapters: no mesh, schedule or recomputation changes what is dropped."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

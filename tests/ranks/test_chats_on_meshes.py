@@ -1,7 +1,5 @@
 """Conversations: neither the mesh nor tokenising beforehand changes the numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

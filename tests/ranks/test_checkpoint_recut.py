@@ -1,7 +1,5 @@
 """Checkpoints written by one mesh and loaded by another, on real gloo ranks, keep every bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ The tests of the comparison compose a step's gradient from those of its microbat
 alone.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Context parallelism does not change the numbers: attention alone, then whole training steps."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

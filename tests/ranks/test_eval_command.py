@@ -1,7 +1,5 @@
 """`raypp eval` finds the loss of the run's own evaluation, and that of transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

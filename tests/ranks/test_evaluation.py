@@ -1,7 +1,5 @@
 """Evaluation gives the same loss on every mesh and does not affect training."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from functools import cache

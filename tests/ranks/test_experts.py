@@ -4,8 +4,6 @@ If two experts are equally likely for a token to within a rounding, the token's 
 then all numbers differ. The seeds here avoid that.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

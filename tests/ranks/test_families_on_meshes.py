@@ -4,8 +4,6 @@ document, and layers without experts.
 Documents have 3 to 50 tokens, so some are within the original context of 16 and some are longer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tasks and texts have the figures of the harness and transformers, for each kind of tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests the reports of NaN, corrupt weights and slow ranks: real ranks, injected faults."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

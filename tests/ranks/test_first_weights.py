@@ -1,7 +1,5 @@
 """When a run's initial weights are drawn, and that none are if another source provides them all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

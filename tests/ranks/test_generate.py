@@ -1,7 +1,5 @@
 """Generating gives the same tokens on every pipeline, and from a run as from its export."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A process that survives a restart keeps its frozen weights: they are not read again."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last save fails: the ranks end with an error, and the next attempt saves what they left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

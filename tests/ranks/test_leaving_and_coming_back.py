@@ -1,7 +1,5 @@
 """One process serves several attempts: a real rank leaves an attempt midway and starts again."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

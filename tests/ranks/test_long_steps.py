@@ -1,7 +1,5 @@
 """An operation may last as long as a step, in every group: NCCL counts from when it is queued."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The warm-up's depth changes no bit; compressed messages give reproducible numbers."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The reference is one process.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters in bf16 only, and with their state in host memory: no mesh changes the numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

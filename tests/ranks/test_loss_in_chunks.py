@@ -1,7 +1,5 @@
 """A loss computed in chunks of tokens is the same on every mesh, and near the one from logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """fp16: scales, skipped steps and weights are those of torch's GradScaler; no mesh changes them."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from pathlib import Path

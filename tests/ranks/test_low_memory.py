@@ -1,7 +1,5 @@
 """bf16 weights and 8-bit moments: the mesh changes neither the rounding nor the codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`raypp plan --measure` on this machine: the costs of a model's parts, and a plan by them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Left out are jobs whose step cannot be played or planned so well: experts over r
 row counts on the host, and of an own layer the plan only knows the sizes. finetune-hf is chat.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Snapshots in host memory: ranks are killed by signals, and the run resumes at their step."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

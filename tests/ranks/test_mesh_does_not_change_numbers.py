@@ -1,7 +1,5 @@
 """The main gate: the mesh does not change the numbers. The reference is always one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

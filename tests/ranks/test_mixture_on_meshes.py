@@ -1,7 +1,5 @@
 """A mixture gives the numbers of one process on every mesh, and the history says what was used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ The page's example is a family that transformers has and raypp does not: Seed-OS
 those on the page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

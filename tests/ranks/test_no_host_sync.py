@@ -1,7 +1,5 @@
 """From its first forward to its update, a step makes the host wait once: for the sums."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections import Counter

@@ -1,7 +1,5 @@
 """`train.optimizer.offload` changes no bit, neither of the weights nor of a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """For every optimizer: the mesh does not change its updates, and its state moves between meshes."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas that train apart: the bits of a reference, also after restarts and on other meshes."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import time

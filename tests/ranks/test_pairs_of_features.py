@@ -6,8 +6,6 @@ an axis that adds the same numbers in another order rounds differently, so the r
 axis and one stage: a cut into stages, a schedule, offload and recomputation may change no bit.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

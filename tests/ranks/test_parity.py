@@ -1,7 +1,5 @@
 """Tests `raypp parity` from the job file to the table and the exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tensor whose length differs from the step's plan ends the step with an error that names it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The reference is one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

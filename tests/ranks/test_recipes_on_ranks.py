@@ -1,7 +1,5 @@
 """CONTRIBUTING's recipes work on real ranks: the example kinds train, and rank tests cover them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Activation checkpointing changes no bit. Compiled blocks round differently, within a bound."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -4,8 +4,6 @@ Every chain is a run of three steps on three meshes. The reference is one proces
 steps without interruption.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

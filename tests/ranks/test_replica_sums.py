@@ -1,7 +1,5 @@
 """Sums over replicas beside the last backward: exact ones change no bit, int8 ones lose nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

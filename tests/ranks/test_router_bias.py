@@ -1,7 +1,5 @@
 """The correction bias of a router follows the loads of the experts, the same on every mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples during training are the same on every pipeline and do not affect training."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Tests complete lives of ranks whose saves take longer than the steps between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks on several nodes must use one store."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

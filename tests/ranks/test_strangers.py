@@ -1,7 +1,5 @@
 """Strangers attack every port of a run while it trains; a partner gives back what it should not."""
 
-from __future__ import annotations
-
 import re
 import resource
 import selectors

@@ -4,8 +4,6 @@ A step of a real rank runs on the fake accelerator; `stream_order` has the rules
 code takes care of is also taken away, and must then be missed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Gradients summed in every backward (mesh.reduce_gradients): the numbers of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

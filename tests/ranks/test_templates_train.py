@@ -1,7 +1,5 @@
 """The small twin of every example job trains: its loss falls, on the mesh that its header gives."""
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that compute each layer together add up what one process does, in every family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tied embeddings are one matrix, wherever the first and the last stage are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

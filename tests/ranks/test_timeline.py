@@ -1,7 +1,5 @@
 """Steps of real ranks are traced, on one clock, and tracing changes no number."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

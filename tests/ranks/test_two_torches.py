@@ -4,8 +4,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -8,8 +8,6 @@ experts, FSDP, tied embeddings, the warm-up, the timed links, evaluation and dec
 them, and a send ends when its receive is posted. A run that would hang fails by its time limit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

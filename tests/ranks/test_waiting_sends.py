@@ -1,7 +1,5 @@
 """The plan knows what messages a rank holds until they are known to have arrived."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Trains a few steps of a job on one rank, without store or controller, to compare numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager

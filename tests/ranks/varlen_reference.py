@@ -5,8 +5,6 @@ matrix products in fp32, or in the dtype of the inputs if wider. So code that ca
 runs on a CPU, and its numbers are compared with attention over whole rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provides one embedded cluster, with its own home directory, to all tests in this directory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

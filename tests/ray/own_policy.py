@@ -1,7 +1,5 @@
 """A user-defined recovery policy, referenced as `own_policy:build`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

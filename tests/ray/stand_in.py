@@ -8,8 +8,6 @@ there, `commit` holds the newest committed step, and `over-N` ends attempt N. `S
 `go` exists.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

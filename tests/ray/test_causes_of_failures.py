@@ -1,7 +1,5 @@
 """On a real Ray cluster: causes of death, preemption notices, and no recorded secret."""
 
-from __future__ import annotations
-
 import os
 import signal
 import urllib.error

@@ -1,7 +1,5 @@
 """Tests the embedded cluster, and what a command finds out about it before anything is started."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

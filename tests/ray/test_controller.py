@@ -1,7 +1,5 @@
 """A run of stand-ins on a real Ray cluster: seats, faults, commands, what is left afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

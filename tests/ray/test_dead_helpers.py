@@ -1,7 +1,5 @@
 """A rank's process is examined by the others of its node, of which the standby is dead."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """The cluster's head dies and restarts from its storage, and runs on other nodes continue."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import subprocess

@@ -1,7 +1,5 @@
 """A node is lost or drained: spares, smaller meshes, larger ones again. The ranks are stand-ins."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from typing import Any

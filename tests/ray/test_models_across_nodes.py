@@ -1,7 +1,5 @@
 """A model is used by ranks on several nodes, placed by the mesh."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that wait for devices, on a real Ray: order, places, a leader that dies, a cancelled run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

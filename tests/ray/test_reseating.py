@@ -1,7 +1,5 @@
 """Processes that outlive an attempt, attempts that outlive a controller, with stand-ins."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Ranks end while the controller is down: the restarted controller records the correct outcome."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

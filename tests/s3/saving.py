@@ -1,7 +1,5 @@
 """A rank that saves and loads through a store: a real saver in a world of one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

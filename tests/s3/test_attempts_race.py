@@ -1,7 +1,5 @@
 """Two attempts of one run at once, and one that dies at any request: real server, real saver."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Saving, verifying, loading and pruning on a real S3 server, with multipart uploads."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An object is created only once, on servers that honour If-None-Match and one that ignores it."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests training data in S3 buckets, on a real server."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Servers that take no DeleteObjects, or none as boto3 sends it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys that expire, are revoked or lose permissions during a run, and hosts with wrong clocks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

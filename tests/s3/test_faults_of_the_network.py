@@ -1,7 +1,5 @@
 """Saves and loads while the network to a real server drops, delays, corrupts or refuses data."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

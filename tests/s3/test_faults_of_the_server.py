@@ -1,7 +1,5 @@
 """A real server is killed (SIGKILL) mid-operation and restarted elsewhere with the same data."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

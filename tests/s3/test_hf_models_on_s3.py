@@ -1,7 +1,5 @@
 """A Hugging Face model in a bucket: imported, compared, exported and used, by the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the S3 server of a laptop does for processes of the machine that have no key."""
 
-from __future__ import annotations
-
 import http.client
 from pathlib import Path
 

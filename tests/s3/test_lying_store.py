@@ -1,7 +1,5 @@
 """Commands on a store that lies or dies: each lie, and each command, ends soon and in words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a save is uploaded: within its bandwidth cap, at low priority, without copies."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor

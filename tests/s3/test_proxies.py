@@ -1,7 +1,5 @@
 """Proxies in the environment: loopback needs none, and one that refuses is named first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import hostile_world as hostile

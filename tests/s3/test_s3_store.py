@@ -1,7 +1,5 @@
 """Tests the stores that need a server against the contract of all stores, and what only S3 has."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import os

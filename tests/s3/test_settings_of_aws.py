@@ -1,7 +1,5 @@
 """Tests common AWS settings against a real server on loopback."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

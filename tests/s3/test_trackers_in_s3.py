@@ -1,7 +1,5 @@
 """Files of trackers reach a run's folder in S3, where TensorBoard reads them."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

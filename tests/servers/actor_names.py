@@ -1,7 +1,5 @@
 """What a cluster calls the actors of a run, and says of one that died."""
 
-from __future__ import annotations
-
 import re
 
 DIED_UNEXPECTEDLY = (

@@ -7,8 +7,6 @@ those that the system assigns, and it claims them for its lifetime: a client tha
 cluster's monitor at its port talks to it until it fails with "wrong fsid".
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A reporter for tests: it keeps all reports, and makes the requests that it is told to make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from raypp.records import Event, Requests, StepReport

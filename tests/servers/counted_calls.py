@@ -1,7 +1,5 @@
 """Counts what a piece of code does, which is the same on every machine, busy or not."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small tokenizers, each with the shape and the files of one model family's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

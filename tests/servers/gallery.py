@@ -1,7 +1,5 @@
 """The example jobs, and what their headers tell a user to type."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """Slows processes down, so that a test can act at a certain step of theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Writes a random Hugging Face model to a directory, without transformers and without torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

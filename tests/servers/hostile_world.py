@@ -1,7 +1,5 @@
 """Stores, files and answers in which every text is hostile, and the commands that show them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

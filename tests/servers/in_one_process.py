@@ -1,7 +1,5 @@
 """The announcements of ranks that save in one process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A module that is imported where a test uses it, not when tests are collected."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a server can answer instead of the truth: a table of lies for `FaultProxy`."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import socket

@@ -1,7 +1,5 @@
 """Where a cluster's processes listen, and what each port asks a stranger for."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness whose data are files: one for each kind of request."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

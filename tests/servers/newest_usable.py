@@ -1,7 +1,5 @@
 """Finds the newest intact checkpoint of a run by reading every byte, as a reference."""
 
-from __future__ import annotations
-
 from raypp.errors import Problem
 from raypp.state.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.state.checkpoint.ranged_reads import verify_checkpoint

@@ -1,7 +1,5 @@
 """What only one process of tests may do at a time."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Runs programs and captures what they print."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

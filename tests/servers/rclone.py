@@ -1,7 +1,5 @@
 """A real S3 server that ignores If-None-Match: `rclone serve s3` over a directory."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

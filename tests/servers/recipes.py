@@ -1,7 +1,5 @@
 """Follows the recipes of CONTRIBUTING.md exactly, with example kinds in a copy of the project."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A real S3 server for tests: SeaweedFS on free loopback ports, ended with the tests."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

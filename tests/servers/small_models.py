@@ -1,7 +1,5 @@
 """Builds a small model of any family, for tests over the registry. Names no family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from raypp.job.known_families import FAMILIES

@@ -1,7 +1,5 @@
 """A clock that passes only when told to: takes the place of the module `time` in a test."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

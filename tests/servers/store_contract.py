@@ -1,7 +1,5 @@
 """The contract of every store: a new store's tests inherit it and have a `store` fixture."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

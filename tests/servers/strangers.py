@@ -1,7 +1,5 @@
 """Attacks ports: connections that say nothing, garbage, other protocols, wrong secrets, slowly."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

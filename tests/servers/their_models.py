@@ -4,8 +4,6 @@
 without that file fails the tests that are parametrised by `FAMILY_CASES`.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """A trace of two pipeline ranks, made from a simulation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of this tier start no process: what needs one belongs into tests/processes or ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

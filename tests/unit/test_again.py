@@ -1,7 +1,5 @@
 """`make test-again` reports what was not green in all runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.again import not_always_green, outcomes_in

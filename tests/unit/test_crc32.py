@@ -1,7 +1,5 @@
 """The CRC-32 in files and headers has zlib's values, whichever library computes it."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys

@@ -1,7 +1,5 @@
 """What must be installed where, and what is said when it is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

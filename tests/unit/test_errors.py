@@ -1,7 +1,5 @@
 """How exceptions are shown to people."""
 
-from __future__ import annotations
-
 from raypp.errors import DataError, Problem, in_words
 
 

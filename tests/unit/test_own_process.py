@@ -1,7 +1,5 @@
 """A process is known by its pid and its start."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ports for servers that start later: nothing else takes them meanwhile."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

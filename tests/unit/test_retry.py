@@ -1,7 +1,5 @@
 """Retries end at their deadline, and give up at once on what cannot pass."""
 
-from __future__ import annotations
-
 import pytest
 from stand_in_clock import StandInClock
 

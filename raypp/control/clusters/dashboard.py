@@ -2,8 +2,6 @@
 instead of Ray's client. So a command is spared the second that importing ray takes, and each
 cluster gets its own token, whatever the Ray settings of this process are."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Finds the cluster that a command uses: `--address`, RAYPP_ADDRESS, or the embedded one."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from types import EllipsisType

@@ -1,7 +1,5 @@
 """Runs known to this user: submitted from this machine, or remembered by the reachable cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

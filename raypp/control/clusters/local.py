@@ -6,8 +6,6 @@ only), `token` (the cluster's own random token), the logs of the servers, the S3
 Prometheus' data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Starts and ends the servers of the embedded cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

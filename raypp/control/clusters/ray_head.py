@@ -1,7 +1,5 @@
 """Starts the Ray head of the embedded cluster."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -6,8 +6,6 @@ what it does not know. The name is fixed: the raylet leaves the script out, by i
 is nothing to set up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """`python -m raypp.control.queue.call METHOD ARGUMENTS`, inside a cluster: puts a run into the
 line, follows its place, shows and changes the line, and takes runs out."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

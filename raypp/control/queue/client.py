@@ -1,7 +1,5 @@
 """The line of a cluster, from outside: what `raypp submit` and `raypp queue` ask for."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import secrets

@@ -1,8 +1,6 @@
 """The leader of a cluster's line: a detached, restartable actor that starts runs in turn. It lives
 while something waits or a rule holds, keeps no state, and has the keys of no store."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The order of runs that wait for devices, the next to start, and when others do. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -20,8 +20,6 @@ counts once the device has come to it. This module understands these marks of `r
 | `save …`, `evaluate …`, `sample …` | does what the mark says |
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Recovery policies decide whether a run continues after a failed attempt. Pure functions."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The reports of ranks: taken and answered in any thread, recorded in the leading one."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import time

@@ -1,7 +1,5 @@
 """DeepSeek-V3, R1 and their kin: latent attention, groups of experts in all but some layers."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job import limits

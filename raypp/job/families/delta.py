@@ -1,7 +1,5 @@
 """What families share that mix the gated delta rule with full attention: Qwen3-Next and Qwen3.5."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """ERNIE 4.5 with experts: neighbouring dims rotated, a correction of softmax scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

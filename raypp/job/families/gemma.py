@@ -1,7 +1,5 @@
 """What Gemma 2 and 3 share: their options, weights and keys of config.json."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.decoder_layer import Layer

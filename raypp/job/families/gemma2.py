@@ -1,7 +1,5 @@
 """Gemma 2: windows in every other layer, soft caps of scores and logits, norms around blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field

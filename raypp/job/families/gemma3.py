@@ -1,7 +1,5 @@
 """Gemma 3, text only: windows in five of six layers, with a rotary base of their own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 """Gemma 4, text only: two kinds of heads, layers that take K and V of earlier ones, per-layer
 embeddings, experts beside the feed-forward block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """GLM 4 (9B chat) and GLM-Edge: half of each head rotated by neighbours, biases on q, k, v."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.decoder_layer import Layer

@@ -1,7 +1,5 @@
 """GLM-4-0414 and GLM-Z1: GLM with norms after the blocks, too."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.glm import DEFAULTS_OF_BOTH, EXACT_OF_BOTH, GlmOptions
 from raypp.job.families.layer_kinds import PARTIAL_SETTINGS, rotary

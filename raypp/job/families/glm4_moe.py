@@ -1,7 +1,5 @@
 """GLM-4.5, 4.6 and 4.7: half of each head rotated, experts in all but the first layers."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.decoder_layer import Layer

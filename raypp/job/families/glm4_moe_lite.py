@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: DeepSeek-V3's attention and router, and a list of the layers with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

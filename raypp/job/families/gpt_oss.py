@@ -1,7 +1,5 @@
 """gpt-oss: attention sinks, windows in every other layer, biases, experts with a clamped SwiGLU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

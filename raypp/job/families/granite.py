@@ -1,7 +1,5 @@
 """Granite 3: Llama with constant factors of embeddings, scores, residuals and logits."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.decoder_layer import Layer

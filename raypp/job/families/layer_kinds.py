@@ -1,7 +1,5 @@
 """What several families share: windows of some layers, positions in a part of each head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

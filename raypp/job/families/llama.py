@@ -1,7 +1,5 @@
 """Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only
 from raypp.job.models import DecoderOptions

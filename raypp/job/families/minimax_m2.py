@@ -1,7 +1,5 @@
 """MiniMax-M2: norms over all heads, a part of each head rotated, experts in every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

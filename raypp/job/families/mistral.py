@@ -1,7 +1,5 @@
 """Mistral: Llama whose queries may see a window of tokens only."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.layer_kinds import OneWindowOptions
 from raypp.job.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat

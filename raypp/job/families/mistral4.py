@@ -1,7 +1,5 @@
 """Mistral Small 4 (text): DeepSeek-V3's attention, queries scaled by position, softmax experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self

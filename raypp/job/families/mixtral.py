@@ -1,7 +1,5 @@
 """Mixtral: Llama with experts in every layer, named `block_sparse_moe`, w1, w3 and w2."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.layer_kinds import OneWindowOptions
 from raypp.job.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only

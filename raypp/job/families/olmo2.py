@@ -1,7 +1,5 @@
 """OLMo 2: norms after attention and feed-forward, and over all heads of queries and keys."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat
 from raypp.job.models import DecoderOptions

@@ -1,7 +1,5 @@
 """OLMo 3: OLMo 2 with a window in three of four layers, which no rotary scaling reaches."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.families import layer_kinds, olmo2

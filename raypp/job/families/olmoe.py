@@ -1,7 +1,5 @@
 """OLMoE: Llama with experts in every layer, and norms over all heads of queries and keys."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only
 from raypp.job.models import MoeOptions

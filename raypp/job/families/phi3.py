@@ -1,8 +1,6 @@
 """Phi 3, 3.5 and 4: fused projections, a window, partial rotary encoding and longrope. The fused
 matrices stay fused: they are one product, and adapters of PEFT have them as they are."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.layer_kinds import (
     PARTIAL_EXACT,

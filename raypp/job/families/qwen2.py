@@ -1,7 +1,5 @@
 """Qwen2 and 2.5: Llama with biases on queries, keys and values."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families import layer_kinds
 from raypp.job.family import Family, HfFormat

@@ -1,7 +1,5 @@
 """Qwen2 and 1.5 with experts: one that all tokens share, beside those that tokens choose."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job.decoder_layer import Layer

@@ -1,7 +1,5 @@
 """Qwen3: Llama with an RMSNorm on every query and key head, before the rotary encoding."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families import layer_kinds
 from raypp.job.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat

@@ -1,7 +1,5 @@
 """Qwen3.5, text only: the gated delta rule in three of four layers."""
 
-from __future__ import annotations
-
 from raypp.job.families import delta
 from raypp.job.family import Family, HfFormat
 

@@ -1,7 +1,5 @@
 """Qwen3.5 with experts, text only: experts in every layer, one of them shared."""
 
-from __future__ import annotations
-
 from raypp.job.families import delta
 from raypp.job.families.qwen3_next import Qwen3NextOptions
 from raypp.job.family import EXPERT_SIZES, SIZES, Family, HfFormat

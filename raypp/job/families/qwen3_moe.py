@@ -1,7 +1,5 @@
 """Qwen3 with experts, in every layer or in some."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.family import DEFAULTS, EXACT, EXPERT_SIZES, NO, SETTINGS, SIZES, Family, HfFormat
 from raypp.job.models import MoeOptions

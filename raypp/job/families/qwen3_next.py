@@ -1,7 +1,5 @@
 """Qwen3-Next: the gated delta rule in three of four layers, experts with a shared one."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raypp.job import limits

@@ -1,7 +1,5 @@
 """What families with DeepSeek-V3's router, or its attention, have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

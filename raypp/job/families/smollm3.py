@@ -1,7 +1,5 @@
 """SmolLM 3: Llama of which every fourth layer has no rotary encoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Self
 

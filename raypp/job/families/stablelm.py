@@ -1,7 +1,5 @@
 """StableLM: LayerNorm, and positions in a part of each head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

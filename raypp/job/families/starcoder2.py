@@ -1,7 +1,5 @@
 """StarCoder 2: LayerNorm, a feed-forward block without a gate, biases everywhere, a window."""
 
-from __future__ import annotations
-
 from raypp.job.decoder_layer import Layer
 from raypp.job.families.layer_kinds import OneWindowOptions
 from raypp.job.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only

@@ -1,7 +1,5 @@
 """Finds schedules by name, raypp's own (modules with a `KIND`) and a user's; checks programs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

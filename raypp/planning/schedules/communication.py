@@ -5,8 +5,6 @@ ranks use different process groups, so in each group two ranks only send in one 
 `schedules.posting` decides when receives are posted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -5,8 +5,6 @@ half" variant by Sea AI Lab). Here, the two actions of a pair run one after the 
 that remains: a rank always has independent work while a message is in flight.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from raypp.kinds import ScheduleKind

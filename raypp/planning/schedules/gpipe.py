@@ -1,7 +1,5 @@
 """GPipe: runs all forwards, then all backwards, both in microbatch order."""
 
-from __future__ import annotations
-
 from raypp.kinds import ScheduleKind
 from raypp.planning.schedules.action import Action, Program
 

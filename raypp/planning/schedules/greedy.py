@@ -8,8 +8,6 @@ No deadlock: a rank starts the forward of its n-th last stage only if n slots ar
 take microbatches in order, so the oldest unfinished microbatch can always continue.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush

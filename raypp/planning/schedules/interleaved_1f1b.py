@@ -1,7 +1,5 @@
 """Interleaved 1F1B: several stages per rank, depth first, alternating forward and backward."""
 
-from __future__ import annotations
-
 from raypp.kinds import ScheduleKind
 from raypp.planning.schedules.action import Action, Program
 

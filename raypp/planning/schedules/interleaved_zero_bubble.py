@@ -1,7 +1,5 @@
 """Interleaved zero bubble: several stages per rank in a loop; weight gradients fill the gaps."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from raypp.kinds import ScheduleKind

@@ -3,8 +3,6 @@
 The backwards go the opposite way, stage by stage.
 """
 
-from __future__ import annotations
-
 from raypp.kinds import ScheduleKind
 from raypp.planning.schedules.action import Action, Program
 

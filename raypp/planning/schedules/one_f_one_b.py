@@ -1,7 +1,5 @@
 """1F1B: after a warm-up, alternates one forward and one backward."""
 
-from __future__ import annotations
-
 from raypp.kinds import ScheduleKind
 from raypp.planning.schedules.action import Action, Program
 

@@ -1,7 +1,5 @@
 """Draws a program as text: one row per rank, time from left to right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from raypp.planning.schedules.action import Program

@@ -35,8 +35,6 @@ is posted no later than its message is sent, if the stages keep that pace. Of a 
 `_PACES`, the one whose order costs least in simulation is used.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal

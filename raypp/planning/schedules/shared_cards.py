@@ -5,8 +5,6 @@ equal shares of its rate, and so do those that arrive; the smaller share counts.
 one message at a time, in order, each once its receive is posted.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush

@@ -4,8 +4,6 @@ A message from a peer proves that all that the peer used before it sent this one
 cannot tell. What waits follows from the program alone.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """ZBV: two stages per rank in a V, split backwards. Almost no bubble, with the memory of 1F1B."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from raypp.kinds import ScheduleKind

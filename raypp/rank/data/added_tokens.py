@@ -1,7 +1,5 @@
 """`data.added_tokens`: the rows that they need in the model, and what their owner should know."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from textwrap import shorten
 

@@ -1,7 +1,5 @@
 """JSON lines, or a JSON array, of conversations, instructions, and prompts with completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from raypp.kinds import SourceKind

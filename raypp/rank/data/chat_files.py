@@ -1,7 +1,5 @@
 """Finds a job's chat template: a file of its own, or one of the model's. Encodes rows with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from itertools import islice

@@ -3,8 +3,6 @@
 A template comes from others: Jinja's sandbox keeps it from the process; its output is limited.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Hugging Face datasets: parquet and arrow files, read a few rows at a time."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """JSON lines, or a JSON array: each object has a document's text under `data.text_key`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

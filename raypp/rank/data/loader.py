@@ -1,7 +1,5 @@
 """The rows of each step, in one global order that does not depend on the mesh."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a job's data become: the first rows, their loss, lengths and packing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 

@@ -6,8 +6,6 @@ parts have given, which are part of the position: nothing is drawn, stored or re
 has its own random order, and packs its own rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@
 template's loop is followed. A loop in a macro cannot be: a guess would train on questions.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

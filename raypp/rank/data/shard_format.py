@@ -10,8 +10,6 @@ Format 2 is for documents of which only some tokens carry loss. A shard then has
 Documents whose tokens all carry loss are written in format 1.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Finds the files of a `data.path`, local or in a store, and reads them in chunks."""
 
-from __future__ import annotations
-
 import bz2
 import lzma
 import os

@@ -1,7 +1,5 @@
 """Synthetic documents that a model can learn: arithmetic progressions, drawn by the seed."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

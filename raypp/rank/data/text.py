@@ -1,7 +1,5 @@
 """Plain text: a document is a paragraph; blank lines separate paragraphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from raypp.kinds import SourceKind

@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence

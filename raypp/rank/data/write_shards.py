@@ -1,7 +1,5 @@
 """Writes token shards: tokenises the sources of a job once, in processes; resumes after a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import multiprocessing

@@ -5,8 +5,6 @@ connection under it does. NCCL's abort ends its kernels; what they should have r
 undefined (`parallel.rank_groups`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

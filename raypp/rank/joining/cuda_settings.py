@@ -1,7 +1,5 @@
 """Settings of CUDA for a process: allocator, queues, CPUs, precision of products in fp32."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """Recognises that a device is out of memory, and says what held it and what would fit."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Distinguishes a rank's own error from one that the death of another rank caused."""
 
-from __future__ import annotations
-
 import re
 
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 The kernel's routes decide, unless the user names an interface: Ray may use another network.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

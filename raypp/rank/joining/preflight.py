@@ -5,8 +5,6 @@ first rank listens where its traffic goes and connects to every later node. Both
 more bytes than a packet holds, which exposes a wrong MTU. No torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

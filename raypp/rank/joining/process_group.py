@@ -1,7 +1,5 @@
 """Joins an attempt from a seat: rendezvous, process group, device."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import ipaddress

@@ -7,8 +7,6 @@ does not depend on its place among the rows, nor on the mesh. On CUDA one kernel
 parameter with the same bits (`models.triton_kernels`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

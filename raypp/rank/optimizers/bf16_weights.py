@@ -9,8 +9,6 @@ mesh: a shard draws its part of what one process draws, and replicas draw the sa
 Legend: R rows of this rank's part of a parameter, L its columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Builds optimizers, and begins their updates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 

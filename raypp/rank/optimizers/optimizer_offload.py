@@ -9,8 +9,6 @@ record 0035 says why it does not compute on the host.
 Legend: [...] shape of this rank's part of a parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple

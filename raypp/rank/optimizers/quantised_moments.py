@@ -12,8 +12,6 @@ update consists of, stays bounded.
 Legend: R rows, L columns, N blocks of a row, B values of a block.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -8,8 +8,6 @@ single process.
 Legend: P trained parameters of the model, N extra numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 An evaluation runs between two steps and changes no bit of the training.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Verifies before each save that ranks which hold the same weights hold the same bits."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 

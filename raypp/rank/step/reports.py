@@ -4,8 +4,6 @@ The writer of the records buffers a report for about a second. If it dies after 
 checkpoint, the ranks that load this report the step again: the history lacks no committed step.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator

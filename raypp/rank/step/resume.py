@@ -1,7 +1,5 @@
 """Restores the newest usable snapshot or checkpoint. All ranks load the same one, or none."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 Samples are taken between two steps and change no bit of the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Reports ranks that compute slower than their peers, and loss spikes. Takes no action."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ the least memory; all run the same simulation on them. No depth changes a bit.
 Legend: S stages.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

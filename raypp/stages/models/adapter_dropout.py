@@ -11,8 +11,6 @@ Legend: B rows, t this rank's tokens of each, S tokens of the microbatch on this
 what an adapter takes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

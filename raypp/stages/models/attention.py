@@ -12,8 +12,6 @@ Legend: B rows, T tokens, S = B · T tokens of the microbatch, H query heads, K 
 head width, N documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ Legend: Q queries, N keys, S queries and keys of a document, H query heads, K ke
 divides H), G = H / K, D head width, n keys that a tile of queries sees.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

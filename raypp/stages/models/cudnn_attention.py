@@ -7,8 +7,6 @@ empty documents at the end.
 Legend: S tokens of a microbatch, H query heads, K key/value heads, D head width, N documents.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

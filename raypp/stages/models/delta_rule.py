@@ -13,8 +13,6 @@ chunks of L tokens, H value heads, D width of a key head, V of a value head, C c
 convolution, K tokens that it reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial

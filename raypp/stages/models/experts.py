@@ -10,8 +10,6 @@ to experts, n rows of one expert, C residual width, F inner width of an expert. 
 over ranks, a rank holds part of the E experts and N is the number of rows it received.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType

@@ -7,8 +7,6 @@ Legend: S tokens of a microbatch, H query heads, K key/value heads, D head width
 `BLOCK` tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Says whether this process can run the kernels of `triton_kernels` on a device, and gives them."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import lru_cache
 from types import ModuleType

@@ -6,8 +6,6 @@ on the host and loops over them, so there a kernel of Triton takes its place.
 Legend: N rows sorted by expert, I columns of a row, O of a result, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -8,8 +8,6 @@ quantised there, too.
 Legend: R rows of a parameter, all dims but the last counted together; L width of a row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ without and with the rotary encoding, V width of a value head, L width of the la
 between the two projections to queries.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Legend: B rows, T tokens, S = B · T, H query heads, K key/value heads, D head w
 width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

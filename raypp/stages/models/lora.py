@@ -8,8 +8,6 @@ takes an `Adapted` where it takes a stack.
 Legend: r rank, E experts, N rows sorted by expert, n rows of one expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -9,8 +9,6 @@ Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N
 to experts, C residual width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ gradients in I.
 Legend: N rows, C width of the input, O width of the output, E experts.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

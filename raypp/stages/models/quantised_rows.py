@@ -20,8 +20,6 @@ scales, which cross rows (design record 0033).
 Legend: M rows, C weights in a row, R bytes in a row.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

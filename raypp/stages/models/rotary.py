@@ -8,8 +8,6 @@ Legend: S tokens of the microbatch on this rank, H heads, D head width, R ≤ D 
 head.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

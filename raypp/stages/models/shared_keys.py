@@ -8,8 +8,6 @@ Legend: B rows, T tokens, S = B · T, H query heads, K key/value heads, D head w
 width, L layers, P width of a per-layer embedding, E experts, N experts of a token.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

@@ -7,8 +7,6 @@ Face's) that do not depend on the cut, so a checkpoint from any mesh loads on an
 Legend: B rows, T tokens of a row, C residual width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

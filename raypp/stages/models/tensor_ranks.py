@@ -7,8 +7,6 @@ Legend: B rows, T tokens of a row, t = T / tp of a rank, C residual width, V voc
 of a rank, s tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Legend: M rows, C weights in a row, R bytes in a row; N blocks of a row, B value
 products: N rows sorted by expert, I columns of a row, O of a result, E experts.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

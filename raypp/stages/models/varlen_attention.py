@@ -7,8 +7,6 @@ function of 2.13 has an argument for it.
 Legend: S tokens of a microbatch, Q queries, N keys, H query heads, K key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

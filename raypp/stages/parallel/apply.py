@@ -10,8 +10,6 @@
 4. Allocate memory on the device, for copies in the compute dtype, too, where FSDP makes none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ Optimizer, checkpoints and sums see the weights. While the stage computes, the c
 place, and collect the gradients. Where weights are sharded, FSDP does the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

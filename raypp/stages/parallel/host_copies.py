@@ -5,8 +5,6 @@ copy's event. Device memory is allocated under that stream, so a copy into new m
 earlier work has been done. On a CPU the same calls copy at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import mmap

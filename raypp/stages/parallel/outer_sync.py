@@ -8,8 +8,6 @@ timing changes a bit, and the mean of equal weights is those weights (docs/desig
 Legend: N numbers of this rank, R replicas.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

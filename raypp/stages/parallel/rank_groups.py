@@ -3,8 +3,6 @@
 Ranks are in the order of `raypp.records.AXES`, and each axis has a group.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from typing import Any

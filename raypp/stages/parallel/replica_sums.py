@@ -5,8 +5,6 @@ done, and is awaited at the end of the step: the same flat gradients, so exact s
 bits; or int8 with error feedback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

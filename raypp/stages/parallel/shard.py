@@ -1,7 +1,5 @@
 """Reads and writes parameters that may be sharded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -8,8 +8,6 @@ matrices of several parts, keys of fewer heads than ranks, odd vocabularies) get
 own tokens, or heads, on each: `sum_replicated` adds them up once a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

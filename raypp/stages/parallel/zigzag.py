@@ -6,8 +6,6 @@ chunk's keys are a full rectangle, only a chunk with itself is causal, and chunk
 document need no block. A window leaves out or narrows rectangles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Records when a rank's actions begin and end, for the steps that the operator asked to trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial

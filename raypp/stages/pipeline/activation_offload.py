@@ -8,8 +8,6 @@ The device holds at most `ON_DEVICE` of them. torch's `save_on_cpu` also copies 
 Legend: B rows, T tokens, C hidden size.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ minimum is the maximum of its negation.
 Legend: M microbatches, P pipeline ranks, W ranks of the world.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ not how long the work takes. There, an instant is an event on the current stream
 the device has reached it.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The channels between pipeline ranks: connects them without deadlock, and times them."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ buffer silently. Messages have the wire format (`pipeline.wire`) that both ends 
 Legend: B rows of a microbatch, T its tokens on this rank, C hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -8,8 +8,6 @@ which no mesh can change.
 Legend: V vocabulary, C hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

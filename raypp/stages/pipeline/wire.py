@@ -17,8 +17,6 @@ have to be saved and re-cut with the mesh. Evaluation sends values as computed.
 Legend: N rows, H hidden size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Sequence

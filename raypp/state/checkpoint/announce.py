@@ -4,8 +4,6 @@ A background save must not use the process groups of the training: a collective 
 come in the same order on every rank, and would queue behind the pipeline.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

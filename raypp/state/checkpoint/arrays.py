@@ -3,8 +3,6 @@
 numpy has no bfloat16: such tensors are arrays of their bits (uint16) until they are converted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

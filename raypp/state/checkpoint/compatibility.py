@@ -3,8 +3,6 @@
 Mesh, schedule and steps may change; what gives weights and data position their meaning may not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares two checkpoints of any meshes tensor by tensor, in pieces and without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`model.from_run`: a run that begins with the model and the weights of another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

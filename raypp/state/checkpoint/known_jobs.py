@@ -4,8 +4,6 @@ Its own code is imported, and local files that it names are opened, only if this
 with the same ones on this machine, or says that its author is trusted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

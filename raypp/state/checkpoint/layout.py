@@ -1,7 +1,5 @@
 """Keys of a run's objects, relative to checkpoint.url; tensor_file.py lays out what is in them."""
 
-from __future__ import annotations
-
 import re
 
 from raypp.errors import JobError, Problem

@@ -3,8 +3,6 @@
 The state is objects, of a checkpoint in a store or of snapshots in memory (`Load`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads byte ranges of objects of a checkpoint in whole blocks, each checked; verifies all."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

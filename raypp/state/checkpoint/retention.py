@@ -1,7 +1,5 @@
 """Decides which checkpoints to keep, and removes the others and the leftovers."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

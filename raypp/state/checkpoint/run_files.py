@@ -1,8 +1,6 @@
 """What travels with a job besides raypp's code: the user's own code, and small files, which the
 store has, too, for whoever uses the run on another machine."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -3,8 +3,6 @@
 Job and end are created only once, so no two runs share a name, and all who ask agree on the end.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ that fails is an event: it is tried again until the store takes it or the next o
 `finish` raises, since no save follows the last one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The complete tensors of a checkpoint by name, from any mesh; read in pieces, without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ Names depend on neither the mesh nor the cut, so any other mesh finds its slices
 are not part of the state: every attempt loads them from where they came from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

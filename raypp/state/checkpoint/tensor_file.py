@@ -5,8 +5,6 @@ hex digits) of each block of `BLOCK_BYTES` of the data, so that a reader can ver
 needs. It imports no torch, because commands read headers too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Reads what transformers 4 and 5 write; writes keys that both read.
 Families define their keys (`job.family.HfFormat`). Unknown settings are refused, never ignored.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

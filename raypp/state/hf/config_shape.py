@@ -1,8 +1,6 @@
 """The types of the keys of config.json that raypp computes with before the `model:` section, and
 what its `quantization_config` says of weights in FP8 (`hf.tensor`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice

@@ -3,8 +3,6 @@
 Works without torch and holds one object's data in memory at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

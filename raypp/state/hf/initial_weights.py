@@ -3,8 +3,6 @@
 Weights that the model stores quantised are quantised as they arrive, some rows at a time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

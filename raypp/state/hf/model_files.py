@@ -3,8 +3,6 @@
 Only safetensors are accepted: a pickle can run arbitrary code when it is loaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -8,8 +8,6 @@ and what Gemma 4 has in a layer, raypp has in `….moe`.
 Legend: E experts, F expert hidden size, C hidden size.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ config.json and generation_config.json are kept as texts in the `model:` section
 so they are in the run's job and in every COMMIT.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

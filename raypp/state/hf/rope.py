@@ -4,8 +4,6 @@ Transformers 4 has `rope_theta` and `partial_rotary_factor` beside `rope_scaling
 a key of its own. Transformers 5 has all of them in `rope_parameters`, once or per type of layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

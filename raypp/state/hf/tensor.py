@@ -13,8 +13,6 @@ rounded to bf16, as transformers does.
 Legend: E experts, G groups of 32 inputs, O outputs, I inputs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

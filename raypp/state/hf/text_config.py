@@ -1,7 +1,5 @@
 """The config of the text of a multimodal model, which transformers keeps in `text_config`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

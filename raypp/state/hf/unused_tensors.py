@@ -3,8 +3,6 @@
 The export of a run that began with a multimodal model puts them back as they were.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

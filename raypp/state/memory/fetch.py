@@ -3,8 +3,6 @@
 Metadata is JSON, never a pickle. A part is announced, then sent if wanted: no peer is believed.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -9,8 +9,6 @@ and what it holds of what others write. `….writing` becomes `….step-17` when
 block (magic, length, CRC-32, JSON) is written last. Who reads or writes a file holds its flock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

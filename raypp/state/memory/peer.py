@@ -4,8 +4,6 @@ Copies use TCP in threads of their own, never the training's groups. Both sides 
 secret (`untrusted.sockets`); bytes and JSON are checked by CRC-32, not encrypted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """The files of one rank in one attempt: its own snapshots, and copies for other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import time

@@ -5,8 +5,6 @@ their newest step since the same outer step. What a rank's node lacks comes from
 If something turns out to be missing or damaged, all leave it out and choose again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

@@ -14,8 +14,6 @@ A restart takes each replica's newest step of the same period. No replica begins
 before it has heard (`hear`) that all have the second. At multiples of `every_steps` all begin anew.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import queue

@@ -4,8 +4,6 @@ A writer rewrites its part `FOLDER/WRITER-00001.jsonl` with more lines until it 
 the next. Bytes once written never change, so a reader that knows its position fetches only news.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import deque

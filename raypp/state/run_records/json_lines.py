@@ -4,8 +4,6 @@ Floats are written as by Python's `repr`, so reading gives the same bits; NaN an
 `NaN`, `Infinity` and `-Infinity`, which Python's `json` accepts. Unknown fields are ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -5,8 +5,6 @@ field or an extra of `StepReport`, which `rank.step.step` fills. Ray exports gau
 `ray_`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

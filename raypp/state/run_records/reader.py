@@ -1,7 +1,5 @@
 """Reads a run's records from the store, from any machine, during the run or later."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator
 from itertools import pairwise

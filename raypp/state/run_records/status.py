@@ -1,7 +1,5 @@
 """A run's status as one object, in the store and as `raypp status --json`; its figures as text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -6,8 +6,6 @@ torch's profiler shows kernels of one rank on its own clock, without messages an
 them; spans sent with the reports would all pass through one controller.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a tracker is given, and what it must do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

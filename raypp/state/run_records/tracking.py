@@ -1,7 +1,5 @@
 """Gives a run's records to its trackers, each in a thread of its own, without waiting for them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

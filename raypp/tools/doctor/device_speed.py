@@ -1,8 +1,6 @@
 """`python -m raypp.tools.doctor.device_speed`: the devices torch sees, and how fast they multiply.
 Runs in a separate process, so that the caller need not import torch. Prints one JSON object."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,8 +1,6 @@
 """`python -m raypp.tools.doctor.driver OPTIONS`: the driver of `raypp doctor`, in the cluster. It
 starts one actor on each node, and reports progress, and at the end what it found."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Turns the measurements of `raypp doctor` into problems and fixes, without side effects."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The first hour on new cards (`raypp doctor --first-hour`): ten checks in order, and their page.
 Without cards, on CPUs where it can; the rest is skipped with its reason."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 test of NCCL, with the groups and the pattern of a run. `raypp doctor --nccl` starts one for each
 GPU. On a CPU it tests gloo. Prints one JSON object."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

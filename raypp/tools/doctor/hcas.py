@@ -1,7 +1,5 @@
 """What NCCL finds of InfiniBand and RoCE on a node: HCAs, ports, GIDs, locked memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The actor of `raypp doctor` on a node: collects facts, measures links, devices and the store."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Exports the adapters of a checkpoint as PEFT reads them. Without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

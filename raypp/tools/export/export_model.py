@@ -1,8 +1,6 @@
 """Exports a checkpoint as a Hugging Face model: safetensors, config.json, tokenizer. Without torch.
 Tensors are copied a few rows at a time, so memory does not grow with the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

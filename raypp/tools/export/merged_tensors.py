@@ -1,8 +1,6 @@
 """The tensors of a whole model, from the checkpoint of a run that trained adapters: W + s · B · A,
 with the interface of `checkpoint.saved_tensors.SavedTensors`, a few rows at a time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

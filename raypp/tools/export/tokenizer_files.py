@@ -2,8 +2,6 @@
 The `bytes` tokenizer is written as a tokenizer.json with the same ids. A tokenizer.json is copied
 with the files beside it, chat template included."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ computes; each reads its part of the weights itself. What rank 0 reports is prin
 answer or an error. Actors and placement group belong to this job: Ray ends them with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

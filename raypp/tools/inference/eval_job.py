@@ -1,7 +1,5 @@
 """The job of an evaluation: which rows a trained model is evaluated on, and how. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss of a trained model on text."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness on a trained model: the harness's model interface."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Prompts as text: from files to token ids, and from new tokens back to text. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One pipeline rank of a trained model: its stages, as far as decoding needs them, and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

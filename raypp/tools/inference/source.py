@@ -1,7 +1,5 @@
 """Finds a trained model: a run, a checkpoint of it, or a Hugging Face folder. Without torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ from a forward-only program on the pipeline, in which every row is a document of
 Legend: B rows of a microbatch, T tokens, V vocabulary, R rows of a request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace

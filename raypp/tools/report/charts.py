@@ -1,7 +1,5 @@
 """Curves over the steps of one or two runs, with axes in HTML so that text keeps its size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

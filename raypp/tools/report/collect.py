@@ -1,7 +1,5 @@
 """Reads everything that a report shows about a run from the run's store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes HTML. Only `tag` makes markup; every other string is escaped."""
 
-from __future__ import annotations
-
 import html
 from typing import Any
 

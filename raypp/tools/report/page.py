@@ -1,7 +1,5 @@
 """Puts the parts of a report together: one page without a single request."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

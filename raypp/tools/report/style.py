@@ -1,8 +1,6 @@
 """The report's style sheet and its script. Colours are those of Okabe and Ito, which differ for
 colour-blind readers, too; on dark pages they are lighter."""
 
-from __future__ import annotations
-
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --ink: #1b1f24; --soft: #5b6570; --line: #e2e6ea;
   --grid: #e9edf0; --a: #0072b2; --b: #d55e00; --eval-a: #009e73; --eval-b: #b05a8c; --good: #00795a; --bad: #b8390e;

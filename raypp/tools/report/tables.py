@@ -1,7 +1,5 @@
 """The tables of a report: figures, checkpoints, events, samples, and the job."""
 
-from __future__ import annotations
-
 import json
 import time
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """raypp from Python: `load_job`, `Job`, `plan`, `Run`, over records in a directory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """The protocol without tensors: objects, COMMIT, retention, attempts, and crashes in between."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

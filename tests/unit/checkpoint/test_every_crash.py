@@ -1,7 +1,5 @@
 """Either of two ranks dies at any operation of the real saver: store, piece, announcement."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A failed save leaves no objects that would make the next one fail on a nearly full disk."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`model.from_run`: the model that a run takes over, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Headers of objects, with the checksums of all blocks."""
 
-from __future__ import annotations
-
 import random
 import zlib
 

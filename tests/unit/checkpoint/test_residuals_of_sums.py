@@ -1,7 +1,5 @@
 """Residuals of int8 sums: which saved ones a replica takes, so that their sum stays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

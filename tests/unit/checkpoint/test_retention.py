@@ -1,7 +1,5 @@
 """Which checkpoints are kept, over any sequence of commits, failures and damage."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from pathlib import Path

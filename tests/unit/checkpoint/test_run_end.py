@@ -1,7 +1,5 @@
 """How a submission ended is one object, and everybody reads it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

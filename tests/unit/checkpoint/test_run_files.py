@@ -1,7 +1,5 @@
 """Small files travel with a job: no other machine needs the paths that it names."""
 
-from __future__ import annotations
-
 import shutil
 from io import BytesIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving and loading in one process: what is restored, what is rejected, what delays training."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

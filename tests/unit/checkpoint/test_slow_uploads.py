@@ -1,7 +1,5 @@
 """Ranks with slow uploads are waited for while they progress. Messages go through a TCPStore."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

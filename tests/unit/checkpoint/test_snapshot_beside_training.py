@@ -1,7 +1,5 @@
 """The copy overlaps with training: it holds the state at the save, whatever the scheduler does."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stale attempt stalls at any operation of its save and resumes in any phase of its successor."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """checkpoints list, verify and prune, on checkpoints in a directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """checkpoints show, diff, export and import, on checkpoints in directories."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """raypp data show: what it prints, and its JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`raypp delete`: a run that has ended goes, with all that is its own and nothing else."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

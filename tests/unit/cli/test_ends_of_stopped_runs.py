@@ -1,7 +1,5 @@
 """What `raypp stop` and `raypp submit` say of a run that was stopped, and their exit codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

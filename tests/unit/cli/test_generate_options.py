@@ -1,7 +1,5 @@
 """`raypp generate`: what it refuses before a process starts, and what it prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`raypp init` writes jobs that can be used where they are written, and overwrites nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 from io import FileIO

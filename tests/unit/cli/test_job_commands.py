@@ -1,7 +1,5 @@
 """The command line as a whole, and the commands that need no cluster."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`output.py` and `console.py` show whatever they are given."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,7 +1,5 @@
 """`raypp plan` with machines and costs, and its search."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`raypp queue`, and what `raypp submit` says while its run waits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

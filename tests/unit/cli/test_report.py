@@ -1,7 +1,5 @@
 """`raypp report`: one page that needs nothing else, and on which text of others is text."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import math

@@ -1,7 +1,5 @@
 """Which names and which steps `raypp submit` accepts, and when a new run takes its name."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The example jobs: what their headers say holds, and `raypp plan` accepts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

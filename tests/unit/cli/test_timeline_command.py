@@ -1,7 +1,5 @@
 """`raypp timeline` of runs whose traces are in the store, and of runs that have none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Grafana dashboard queries metrics that exist."""
 
-from __future__ import annotations
-
 import json
 import re
 

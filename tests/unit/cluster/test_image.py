@@ -1,7 +1,5 @@
 """The Dockerfile without an engine: its sources exist. tests/hosts builds it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

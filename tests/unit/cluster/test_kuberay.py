@@ -1,7 +1,5 @@
 """The Kubernetes manifests: known fields, consistent names, a valid job. Contacts no Kubernetes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files of Ray's cluster launcher, checked with Ray's own schema and parser, and SkyPilot's."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers, devices and answers for an attempt and a leader to command. No process, no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace

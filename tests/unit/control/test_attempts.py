@@ -1,7 +1,5 @@
 """One attempt from devices to end: who is started, kept, replaced and ended, and when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

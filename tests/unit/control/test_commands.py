@@ -1,7 +1,5 @@
 """Commands to a controller that is being restarted. No cluster: only what Ray raises is real."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

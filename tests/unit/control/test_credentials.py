@@ -1,7 +1,5 @@
 """Which credentials of the submitter travel with a job."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The device of a job's ranks, by the nodes of a cluster."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

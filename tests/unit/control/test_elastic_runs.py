@@ -1,7 +1,5 @@
 """Which mesh a run has when devices are missing, and what of the job follows from that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

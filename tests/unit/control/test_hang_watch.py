@@ -1,7 +1,5 @@
 """A hang is detected, and the rank that stopped first is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.control.hang_watch import HangWatch, Stall

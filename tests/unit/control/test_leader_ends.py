@@ -1,7 +1,5 @@
 """However a run ends, its processes end; and records of an earlier submission do not end it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

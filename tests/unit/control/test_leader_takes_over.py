@@ -1,7 +1,5 @@
 """A restarted leader takes over what the first one left: living ranks, dead ones, wishes, ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial

@@ -1,7 +1,5 @@
 """A leader turns from an attempt to the next: what it records, asks of the ranks, and ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

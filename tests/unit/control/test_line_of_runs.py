@@ -1,7 +1,5 @@
 """The line of runs that wait for devices: who is next, by simulated clusters; damaged tickets."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The controller's state machine, for every order of events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """The machine in the store: the newest counts, one process writes it, and damage is named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What travels in the package of a run's Ray job."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import io
 import py_compile

@@ -1,7 +1,5 @@
 """Where ranks may run, how long a run waits for room, and which processes it keeps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Stacks of this process, and the classification of exceptions."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How commands reach a cluster's dashboard, and what they learn from it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import socket

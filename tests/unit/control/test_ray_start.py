@@ -1,7 +1,5 @@
 """Starting Ray's head on this machine."""
 
-from __future__ import annotations
-
 import socket
 import tempfile
 from pathlib import Path

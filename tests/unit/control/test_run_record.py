@@ -1,7 +1,5 @@
 """What the controller records of the ranks' reports, some of which arrive twice."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What raypp never does with what others give it, and what it never writes down."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import errno

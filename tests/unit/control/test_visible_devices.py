@@ -1,7 +1,5 @@
 """The device that Ray assigned, as this process names it."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.control.rank_process import device_position

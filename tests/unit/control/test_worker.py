@@ -1,7 +1,5 @@
 """A worker process whose controller never answers: seats taken, left and taken again."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

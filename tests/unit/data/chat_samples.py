@@ -1,7 +1,5 @@
 """Templates shaped like those of common model families, a tokenizer, and conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

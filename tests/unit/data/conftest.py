@@ -1,7 +1,5 @@
 """Puts the node's cache into the test's directory."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

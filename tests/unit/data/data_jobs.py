@@ -1,7 +1,5 @@
 """Small jobs and corpora for the tests of data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A row as tokens with their loss, compared with transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Files of conversations: loss in the labels, rows that are too long, bad rows, resume."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 A source that reads files has a sample in `samples/`, named after its kind.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

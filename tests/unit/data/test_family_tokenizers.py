@@ -1,7 +1,5 @@
 """Beginning, end and ids of texts are those of transformers, for each family's tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests Hugging Face datasets: the layouts of folders, text and conversations, damaged files."""
 
-from __future__ import annotations
-
 import builtins
 import socket
 from collections.abc import Iterator

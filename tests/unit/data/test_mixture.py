@@ -1,7 +1,5 @@
 """Tests mixtures: which part each row comes from, budgets, positions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice

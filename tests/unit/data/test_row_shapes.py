@@ -1,7 +1,5 @@
 """Rows as other trainers' documentation describes them: what they become, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests token shards in a directory: the rows of the source, resumption, and damaged folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

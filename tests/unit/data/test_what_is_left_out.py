@@ -1,7 +1,5 @@
 """Files, contents and answers that other trainers read or leave out: what raypp makes of each."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

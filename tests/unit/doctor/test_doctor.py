@@ -1,7 +1,5 @@
 """The findings of `raypp doctor`, and its measurements over loopback."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

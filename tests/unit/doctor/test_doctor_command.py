@@ -1,7 +1,5 @@
 """What `raypp doctor` sends to a cluster, and the file that it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

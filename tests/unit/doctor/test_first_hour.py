@@ -1,7 +1,5 @@
 """The ten checks of `raypp doctor --first-hour`, on whatever cards there are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

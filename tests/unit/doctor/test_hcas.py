@@ -1,7 +1,5 @@
 """What `raypp doctor` finds of InfiniBand and RoCE, in copies of /sys and /proc."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Walks the fields that transformers' config class declares, or its modeling code 
 each: raypp computes the same logits as transformers, or refuses the field by name.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Contract tests of every model family. A new family is tested as soon as its file exists."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Tiny random models of every family, written by transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

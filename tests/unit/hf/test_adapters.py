@@ -1,7 +1,5 @@
 """Adapters of every family: exported, PEFT and transformers compute the logits of raypp."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

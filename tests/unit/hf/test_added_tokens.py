@@ -1,7 +1,5 @@
 """`data.added_tokens`: the ids of training are those of the export, and the model has rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """config.json as transformers 4 wrote it, as 5 writes it, and what raypp exports for both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantised bases from Hugging Face's files: loaded by rows, merged as they were trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports on text: AutoTokenizer has raypp's ids, and AutoModelForCausalLM continues a text."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

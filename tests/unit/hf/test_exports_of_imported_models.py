@@ -1,7 +1,5 @@
 """What an export keeps of the model that a run began with, and what a run takes from its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

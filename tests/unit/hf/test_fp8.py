@@ -1,7 +1,5 @@
 """Weights in FP8 are read as transformers dequantises them, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `tests/unit/models/test_families_against_transformers.py` imports and exports every family.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of multimodal models: read alone, exported within what it was taken from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

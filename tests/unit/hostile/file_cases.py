@@ -4,8 +4,6 @@ A case writes files below a folder and reads them, as a command does. It ends, o
 `RayppError`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A directory as a store, in which a stranger has placed something: links, FIFOs, odd names."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

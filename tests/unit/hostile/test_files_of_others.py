@@ -1,7 +1,5 @@
 """Whatever a file holds, reading it ends with a result or a `RayppError`, without much work."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The targets of `make fuzz` accept their samples, and the runner finds and keeps what fails."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """Prompts and model folders of others: refused in words, within bounds, and shown harmlessly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

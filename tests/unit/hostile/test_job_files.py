@@ -1,7 +1,5 @@
 """Whatever a job file says, the answer is a plan or problems with places, without much work."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of peers that know the secret: torn, hostile, and made by a generator."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Templates, compressed files and rows that somebody else wrote: bounded, and refused by name."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Damaged documents of a run are named by their place, or an older checkpoint is used."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable

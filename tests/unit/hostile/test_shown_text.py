@@ -1,7 +1,5 @@
 """No command prints a control character that it did not make, or obeys markup of others."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The rendezvous is open to everybody who reaches it: what others write there is not believed."""
 
-from __future__ import annotations
-
 import json
 import secrets
 

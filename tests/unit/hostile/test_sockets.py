@@ -1,7 +1,5 @@
 """Strangers at the ports of raypp's own: garbage, other protocols, silence, wrong secrets."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Runs of others: their jobs import no code and open no local files, unless the user says so."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Greedy decoding gives the tokens of transformers' `generate`, for every case of every family."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

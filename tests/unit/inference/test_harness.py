@@ -1,7 +1,5 @@
 """The model as lm-evaluation-harness sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choosing tokens: the most likely, or a draw that depends on nothing but its place."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts: files, limits, and text that comes in pieces."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Of several errors of ranks, the cause is raised."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.control.calls import RankReports, error_document

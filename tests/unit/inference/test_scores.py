@@ -1,7 +1,5 @@
 """Scores of rows, and the job of an evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

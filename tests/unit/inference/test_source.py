@@ -1,7 +1,5 @@
 """What an argument names: a run, its checkpoints, a Hugging Face folder, or nothing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

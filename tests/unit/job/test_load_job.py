@@ -1,7 +1,5 @@
 """All mistakes of a job file are reported at once, each with its line and a fix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

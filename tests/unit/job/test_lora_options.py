@@ -1,7 +1,5 @@
 """`model.lora`: which matrices get adapters, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings of the model section that only some families, or some scalings, take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

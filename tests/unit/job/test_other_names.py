@@ -1,7 +1,5 @@
 """Names that people bring from other trainers: each leads to a key that exists."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's own modules travel with the job. Installed modules do not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of precisions, and what `auto` means on a device."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

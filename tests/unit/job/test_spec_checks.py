@@ -1,7 +1,5 @@
 """Checks of a job that need neither a mesh nor a cluster."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trackers of a job: how they are written, and what is refused before a run."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `raypp parity` compares with, how it names differences, and its table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

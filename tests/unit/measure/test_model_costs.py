@@ -1,7 +1,5 @@
 """What `raypp plan --measure` hands to the forecast, for a small model; no figure is a promise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

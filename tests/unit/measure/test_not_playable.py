@@ -1,7 +1,5 @@
 """Which steps `raypp plan --exact` refuses to play."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory tier's files and copies without ranks: names, locks, leftovers, senders, choices."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Snapshots of replicas that train apart: which belong together, and which a tier keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

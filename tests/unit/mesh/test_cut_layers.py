@@ -1,7 +1,5 @@
 """Cuts of layers into stages."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Which ranks share a node."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The best mesh for what is left."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

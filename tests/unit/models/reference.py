@@ -1,7 +1,5 @@
 """Builds a whole model of a family, and runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

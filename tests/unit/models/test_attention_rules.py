@@ -1,7 +1,5 @@
 """Windows, soft caps, scales and sinks: outputs and gradients of all scores written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

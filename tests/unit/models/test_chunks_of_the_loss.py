@@ -1,7 +1,5 @@
 """The loss in chunks of tokens: its numbers, its memory, and when it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

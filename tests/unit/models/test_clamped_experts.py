@@ -1,7 +1,5 @@
 """Experts with a clamped SwiGLU: its own backward, and all experts at once against one by one."""
 
-from __future__ import annotations
-
 import torch
 
 from raypp.stages.models.experts import ALPHA, LIMIT, ClampedExperts, clamped_swiglu, grouped_clamped

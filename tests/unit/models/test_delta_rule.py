@@ -1,7 +1,5 @@
 """The gated delta rule: chunks are the recurrence, documents do not meet, a cache goes on."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Dropout of adapters: the rate, independence of what it depends on, and what ranks share."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Router losses, and experts with few rows or none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Each family computes the same logits, gradients and optimizer step, in one stage
 gives back the files that it read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FlexAttention's mask of documents, and its numbers where a CPU can compute them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Products in fp8: what is rounded, which gradient is what, and the memory that is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Fake tensors have no values: whatever needs a value on the host raises, for exam
 `tolist`, `bincount`, `nonzero`, and `repeat_interleave` without the size of its result.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Initial weights: each number depends on the seed, the name and its place, and on nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer with a window keeps as many tokens as its window has, and computes the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

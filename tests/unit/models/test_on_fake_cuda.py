@@ -7,8 +7,6 @@ needed, only a CUDA build of torch: these tests run in `make test-torch211` and 
 GPU. A backward would need the device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents, padding, and parts of a Llama under global names."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

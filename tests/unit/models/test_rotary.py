@@ -1,7 +1,5 @@
 """Rotary tables equal those of Hugging Face transformers, in the original context and beyond."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention by blocks equals attention over the whole: torch's kernel and the matrix products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Which attention kernel a rank uses, from its device, dtype, head width and packages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Each pair of ranks and each direction has a communicator of its own on NCCL. No other test would
 notice if they shared one: gloo has no communicators, and numbers do not depend on it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

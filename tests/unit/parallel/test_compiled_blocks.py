@@ -1,7 +1,5 @@
 """Blocks are compiled once for all lengths that a run negotiates, not once for each."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

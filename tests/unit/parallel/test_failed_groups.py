@@ -1,7 +1,5 @@
 """What a device computed after its communicators were aborted is not kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The hops of ring attention as segments: each pair of tokens is computed exactly once."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

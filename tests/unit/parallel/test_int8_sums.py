@@ -1,7 +1,5 @@
 """Int8 sums with error feedback: their precision and size, and that nothing is lost for good."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A stage after its preparation: what is recomputed, what is sharded, in which dtype it sums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace

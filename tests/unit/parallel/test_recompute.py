@@ -1,7 +1,5 @@
 """What selective recomputation keeps of a block, and which blocks it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

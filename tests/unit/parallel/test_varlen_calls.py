@@ -3,8 +3,6 @@
 Nothing is computed; `tests/gpu` compares the numbers.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ring attention: which rank holds which tokens; each pair of tokens is computed exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

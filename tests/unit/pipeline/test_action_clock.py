@@ -1,7 +1,5 @@
 """The times of actions: how long backwards take, and by how much they vary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

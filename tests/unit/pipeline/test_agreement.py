@@ -1,7 +1,5 @@
 """The agreement before a step: the vector each rank packs, and the plan from its maximum."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The turns in which channels are timed: no card carries two messages in one direction."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.schedules.communication import channels_of

@@ -1,7 +1,5 @@
 """The padded lengths of microbatches, and the tensors a stage gets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The runtime's actions keep the order in which a program's messages are proven not to hang."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.schedules.action import Action

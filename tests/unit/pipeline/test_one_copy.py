@@ -1,7 +1,5 @@
 """The tensors of a step go to the device in one copy, without a change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ send is done when the other end has received it, and the receives of a channel m
 order.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A backward in two halves computes the gradients of a whole one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """When sums over replicas begin: never while the rank still has a gradient to send."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.schedules.catalogue import SCHEDULES, build_program, schedule_named

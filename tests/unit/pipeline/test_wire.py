@@ -1,7 +1,5 @@
 """Wire formats: their precision and size, and that a restarted run repeats them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Jobs for the tests of planning."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

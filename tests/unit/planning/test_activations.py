@@ -1,7 +1,5 @@
 """Counts what autograd saves in real layers and compares it with the plan's counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

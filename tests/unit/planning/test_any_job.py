@@ -1,7 +1,5 @@
 """`check_plan` and `make_plan` agree on every job."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_jobs import job_with

@@ -1,7 +1,5 @@
 """Which ranks share a card, by nodes and by measured messages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

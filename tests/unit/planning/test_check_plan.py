@@ -1,7 +1,5 @@
 """Problems of mesh, cut and schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What follows from a job and its devices is decided once, and the record says all of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

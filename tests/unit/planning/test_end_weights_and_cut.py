@@ -1,7 +1,5 @@
 """The cost of a model's ends in layers, and the resulting cut."""
 
-from __future__ import annotations
-
 import pytest
 from planned_jobs import job_with
 

@@ -1,7 +1,5 @@
 """Whether a job fits into its devices, and how a refusal says what would make it fit."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

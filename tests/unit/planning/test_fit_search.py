@@ -1,7 +1,5 @@
 """Every change that is proposed fits when it is planned again, and the fastest comes first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Plans of jobs in fp8: what stands against them, their memory and their time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

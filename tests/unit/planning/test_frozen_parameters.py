@@ -1,7 +1,5 @@
 """Plans of jobs that train adapters: frozen weights have no gradients and no optimizer state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans: ranks, memory, links, times."""
 
-from __future__ import annotations
-
 import pytest
 from planned_jobs import job_with
 

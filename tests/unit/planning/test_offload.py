@@ -1,7 +1,5 @@
 """Tests what offloading is predicted to take and to cost, and that too little memory is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of jobs with a quantised base count the bytes that its stages hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests the memory of a rank at its peak."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

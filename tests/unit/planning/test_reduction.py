@@ -1,7 +1,5 @@
 """When gradients are summed (mesh.reduce_gradients), names of devices, rates inside nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

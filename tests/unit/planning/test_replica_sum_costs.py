@@ -1,7 +1,5 @@
 """The plan of sums over replicas: their bytes in both kinds, and what a step hides of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

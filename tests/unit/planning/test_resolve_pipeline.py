@@ -1,7 +1,5 @@
 """The resolved pipeline of a job: complete, the same for every caller, and immutable."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Searches end at the given time, whatever the job: after it, at most one candidate is planned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

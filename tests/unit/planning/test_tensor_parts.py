@@ -1,7 +1,5 @@
 """What a plan says of one rank of a tp group: its part of the weights, and of what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

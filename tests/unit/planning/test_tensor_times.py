@@ -2,8 +2,6 @@
 375 GB/s to its neighbours, so 8 ranks of an 8B model wait for a third of their time; a 70B model on
 two nodes has few rows for a pipeline of 16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How many of NCCL's thread blocks carry a message between stages, by the rates of the links."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

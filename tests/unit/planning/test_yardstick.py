@@ -1,7 +1,5 @@
 """Predicted tokens/s per GPU beside what others publish (docs/benchmarks/records.md)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank on CUDA chooses for its process, and what it records of it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Devices that cannot run a job are refused before anything is built on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is said when a device is out of memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Whether an error of NCCL is a rank's own or the loss of a peer, and what helps, text by text."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

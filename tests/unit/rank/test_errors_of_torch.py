@@ -1,7 +1,5 @@
 """The classification of torch's exceptions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The records of an evaluation, as a reader of the run and a terminal show them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from raypp.job.checks import check_spec

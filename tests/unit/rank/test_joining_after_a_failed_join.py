@@ -1,7 +1,5 @@
 """A process whose join failed because a peer died joins new processes in the next attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The choice of the warm-up depth from the ranks' measurements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A misspelt variable does nothing, and says nothing. No GPU is needed, only a CUD
 these tests run in `make test-torch211` and on machines with a GPU.
 """
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The choice of a rank's interface and the preflight of its links, on loopback addresses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SGD and Muon on one process: the update of a step, and the parameters it applies to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

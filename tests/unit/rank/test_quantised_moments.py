@@ -1,7 +1,5 @@
 """Moments in 8 bits: the codes, and AdamW that keeps them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """When samples are taken, and which jobs cannot take any."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The random numbers of a step depend only on seed, step and replica."""
 
-from __future__ import annotations
-
 import torch
 
 from raypp.job import limits

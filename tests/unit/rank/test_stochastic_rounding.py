@@ -1,7 +1,5 @@
 """Stochastic rounding: unbiased; its bits depend on seed, step, name and place only."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

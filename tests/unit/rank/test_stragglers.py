@@ -1,7 +1,5 @@
 """Stragglers, loss spikes, checksums and injected faults: the parts without processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The arithmetic of a step: loss, clip, learning rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What `python -m raypp.rank` refuses before it meets other ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

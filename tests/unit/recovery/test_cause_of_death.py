@@ -1,7 +1,5 @@
 """The cause of death is found from the evidence a process leaves."""
 
-from __future__ import annotations
-
 import pytest
 from actor_names import DIED_UNEXPECTEDLY as RAY
 

@@ -4,8 +4,6 @@ Each trace is played from the program that ranks on GPUs run: every device goes 
 messages, the collectives of its stage and the harm let it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field

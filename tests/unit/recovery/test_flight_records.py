@@ -1,7 +1,5 @@
 """Torch's flight records say where ranks stand; nodes are left out by their pairs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who waits for whom is followed to the rank that everything waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every recovery policy and every kind of failure keep to, new ones included."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """When a failed attempt is followed by another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces: stored, read back, analysed, and as Chrome's trace events."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -16,8 +16,6 @@ In all rules, a rank runs its line in order, and an action waits for its message
   messages that the link and its buffers hold (bounded buffers, rendezvous for anything larger).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice

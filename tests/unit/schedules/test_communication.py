@@ -1,7 +1,5 @@
 """Programs with messages neither hang nor mix up messages, under each library's strictest rules."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A user's own schedule."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs of stages that train nothing: no backward without need, and no message without a use."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

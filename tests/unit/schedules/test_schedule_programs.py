@@ -1,7 +1,5 @@
 """Every schedule passes the check and the simulator for many sizes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Messages that share network cards, and actions whose times vary."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

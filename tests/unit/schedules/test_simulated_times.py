@@ -1,7 +1,5 @@
 """The simulator's times, links and bubbles, and the pictures of programs."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.plan import bubble_fraction, bubble_overhead

@@ -1,7 +1,5 @@
 """A prepared program, its situations, and the simulation with receives agree with the program."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.schedules.action import Action

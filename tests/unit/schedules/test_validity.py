@@ -1,7 +1,5 @@
 """The check of a program finds each kind of problem."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.planning.schedules.action import parse_actions

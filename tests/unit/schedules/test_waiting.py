@@ -1,7 +1,5 @@
 """What waits to be known to have arrived follows from the program, as its lowered actions say."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 

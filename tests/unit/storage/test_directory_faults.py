@@ -1,7 +1,5 @@
 """A directory as a store when others write, links fail, or the file system is of another kind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The contract of every store that needs no server; tests/s3 has those that do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

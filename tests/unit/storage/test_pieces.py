@@ -1,7 +1,5 @@
 """The pieces in which a part in memory is sent: large where the network is fast, all bytes once."""
 
-from __future__ import annotations
-
 import random
 import time
 import zlib

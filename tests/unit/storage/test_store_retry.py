@@ -1,7 +1,5 @@
 """How long a command and a training process ask a failing store."""
 
-from __future__ import annotations
-
 import pytest
 
 from raypp.storage.store import COMMAND_S, COMMAND_SILENCE_S, LONG_S, bounded_command, patience_from_environment

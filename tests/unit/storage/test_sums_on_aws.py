@@ -1,7 +1,5 @@
 """On AWS a large upload sends the CRC-32 that raypp has, and nothing reads its bytes once more."""
 
-from __future__ import annotations
-
 import base64
 import io
 import zlib

@@ -1,7 +1,5 @@
 """A limited upload waits while the training's bytes are under way, but never for ever."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

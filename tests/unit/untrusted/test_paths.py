@@ -1,7 +1,5 @@
 """Paths that name the same place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

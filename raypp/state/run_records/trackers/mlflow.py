@@ -1,7 +1,5 @@
 """MLflow: a run on a tracking server, or in a database file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

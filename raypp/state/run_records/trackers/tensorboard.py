@@ -1,7 +1,5 @@
 """TensorBoard: event files, which `tensorboard --logdir` shows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights & Biases: a run on its server, or one in files that `wandb sync` uploads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from raypp.errors import Problem

@@ -1,7 +1,5 @@
 """A rank's reporter and its buffer: what reaches controller and store, also without a log."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

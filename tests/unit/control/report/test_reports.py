@@ -1,7 +1,5 @@
 """What the controller does with batches of ranks; it leads an attempt without processes."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
