@@ -5,8 +5,8 @@ The counts are those of the tensors that autograd saves in the layers of `raypp/
 Korthikanti et al. (arXiv:2205.05198, section 4).
 
 With `mesh.tp` they are those of one of its ranks, per token of all: it has a part of the tokens
-between blocks, and a part of the heads and of F within them. What blocks take, and the results of
-matrices that write into the residual stream, are there whole.
+between blocks, and a part of the heads and of F within them. What blocks take is there whole while
+they compute (`keeps_parts`).
 
 Legend: C residual width, Q width of all queries, K width of all keys, F inner width of the
 feed-forward block that a token passes.
@@ -26,7 +26,7 @@ from raypp.job.models import DecoderOptions, LatentOptions
 from raypp.planning.decision import Kind
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
-from raypp.planning.tensor_parts import adapters_on_rank, key_heads
+from raypp.job.tensor_parts import adapters_on_rank, keeps_parts, key_heads
 
 
 def microbatch_tokens(job: Job) -> int:
@@ -37,7 +37,8 @@ def microbatch_tokens(job: Job) -> int:
 @dataclass(frozen=True)
 class _Widths:
     """C, Q, K and F; `between`: C, or the part of it that a rank has between blocks. `taken`: what
-    attention and the feed-forward block take together; experts take a rank's own tokens. `rows`:
+    attention and the feed-forward block take together; experts take a rank's own tokens. `kept`:
+    what is kept of that, or of what they give. `rows`:
     the widths of the rows that a token sends to experts. `fed`: the width of what the feed-forward
     block projects its input to, F or, with a gate, 2 F. `normed`: the widths of what norms take, in
     values of the compute dtype. `latent`: the widths between the two projections to queries, and to
@@ -46,6 +47,7 @@ class _Widths:
     residual: int
     between: int
     taken: int
+    kept: int
     queries: int
     inner: int
     fed: int
@@ -95,10 +97,12 @@ def _widths(job: Job, index: int) -> _Widths:
     if model.stage_ends().gain_from_zero:  # computed in fp32
         normed = normed * wide
     between = -(-model.hidden_size // tp)
+    taken = model.hidden_size + (between if largest.sent else model.hidden_size)
     return _Widths(
         residual=model.hidden_size,
         between=between,
-        taken=model.hidden_size + (between if largest.sent else model.hidden_size),
+        taken=taken,
+        kept=2 * between if keeps_parts(job) else taken,
         queries=model.num_heads * model.dim_per_head // tp,
         inner=-(-largest.inner // tp),
         fed=-(-largest.inner // tp) * (2 if _gated(model) else 1),
@@ -155,8 +159,8 @@ def layer_activation_numbers(job: Job, index: int, kind: Kind = "cuda") -> int:
     if extent in ("full", "offload"):
         return w.between
     if extent == "selective":
-        return w.between + w.taken + w.mixed.selective + w.latent + w.fed + w.rows
-    return _everything(job, w, kind)
+        return w.between + w.kept + w.mixed.selective + w.latent + w.fed + w.rows
+    return _everything(job, w, kind) + w.kept - w.taken
 
 
 @lru_cache(maxsize=64)

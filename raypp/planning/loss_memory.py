@@ -13,7 +13,7 @@ from raypp.job.known_families import family_of
 from raypp.job.lora import trains_part
 from raypp.job.precision import FP32
 from raypp.planning.decision import Kind
-from raypp.planning.tensor_parts import end_on_rank
+from raypp.job.tensor_parts import end_on_rank
 
 MIB = 2**20
 CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB

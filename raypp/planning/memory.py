@@ -36,7 +36,7 @@ from raypp.planning.schedules.posting import RECEIVES_AHEAD
 from raypp.planning.schedules.simulate import Simulator
 from raypp.planning.schedules.waiting import Waiting
 from raypp.planning.sizes import sizes_of
-from raypp.planning.tensor_parts import end_on_rank, layer_on_rank
+from raypp.job.tensor_parts import end_on_rank, layer_on_rank
 
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)

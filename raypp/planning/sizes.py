@@ -18,7 +18,7 @@ from raypp.job.known_families import counted_family, family_of
 from raypp.job.layer_rules import DeltaRule
 from raypp.job.lora import Adapter, also_trained, is_norm, layer_adapters, trains_part
 from raypp.job.models import DecoderOptions
-from raypp.planning.tensor_parts import adapters_on_rank, end_on_rank, layer_on_rank
+from raypp.job.tensor_parts import adapters_on_rank, end_on_rank, layer_on_rank
 
 
 @dataclass(frozen=True)

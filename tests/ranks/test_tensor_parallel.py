@@ -128,7 +128,10 @@ def collectives(rank: int, world: int, port: int, layers: int, extent: str) -> d
     return seen
 
 
-@pytest.mark.parametrize(("extent", "each"), [("none", (4, 4)), pytest.param("full", (6, 5), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("extent", "each"),
+    thinned({"none": (6, 4), "selective": (6, 4), "full": (6, 5)}.items(), [("none", (6, 4))], [("selective", (6, 4))]),
+)
 def test_a_layer_gathers_and_spreads_twice_each_way(extent: str, each: tuple[int, int]) -> None:
     """A recomputation gathers again, and ends before the last sum."""
     few, more = (run_ranks(2, collectives, layers, extent)[0] for layers in (1, 3))

@@ -144,6 +144,8 @@ class _Forward:
         return cast(T, self.results[-1])
 
     def product(self, compute: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
+        if self._inputs is not None:  # a part of another product
+            return compute(*inputs)
         self._inputs = [(one, one.untyped_storage()) for one in inputs]
         result = compute(*inputs)
         self._inputs = None

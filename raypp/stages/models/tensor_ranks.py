@@ -49,6 +49,22 @@ class TensorRanks:
         out: Tensor = _Spread.apply(part_BTC, self)  # type: ignore[no-untyped-call]
         return out
 
+    def let_go(self, x_BTC: Tensor, x_BtC: Tensor, result: Tensor) -> None:
+        """Frees what `gathered` gave for x `[B, t, C]`. The backward of `result` `[...]` gathers it
+        again, so nothing else may need it after that began. Sends nothing."""
+        if (node := result.grad_fn) is None:
+            return
+        x_BtC, whole = x_BtC.detach(), [x_BTC.data]  # with a version of its own: autograd checks that of x
+
+        def gather_again(_: Any) -> None:
+            x_BTC = whole.pop()  # from here on, it belongs to what needs it
+            x_BTC.untyped_storage().resize_(size)
+            x_BTC.copy_(_gather(x_BtC, self))
+
+        size = x_BTC.untyped_storage().size()
+        x_BTC.untyped_storage().resize_(0)
+        node.register_prehook(gather_again)
+
     def own(self, x_BT: Tensor) -> Tensor:
         """Returns this rank's tokens of `[B, T]`, `[B, t]`. Sends nothing."""
         return x_BT.chunk(self.size, dim=1)[self.rank]

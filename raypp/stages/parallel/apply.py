@@ -95,7 +95,7 @@ def prepare_stage(
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
     if groups is not None and groups.tensor is not None:
-        split_tensors(stage, job.model, groups.weights)
+        split_tensors(stage, job, groups.weights)
     if groups is not None:
         for block in moe_blocks(stage):
             block.microbatch_group = groups.tokens

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES
-from raypp.job.models import DecoderOptions
+from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts
 from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.lora import extend
 from raypp.stages.models.products import Lookup
-from raypp.stages.models.quantised import QuantisedLinear
+from raypp.stages.models.recomputed import is_plain, product
 from raypp.stages.models.stage import DecoderStage
 from raypp.stages.models.tensor_ranks import TensorRanks, weight_here
 from raypp.stages.parallel.shard import local_part, zero_gradient
@@ -33,39 +34,43 @@ _ALONE = 1 << 20
 """Gradients of more numbers are summed by themselves, others together."""
 
 
-def split_tensors(stage: nn.Module, options: DecoderOptions, mesh: DeviceMesh) -> TensorRanks:
+def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
     """Keeps this rank's part of a stage's matrices, and makes its blocks compute with the others'.
     `stage`: of a family, on the meta device, with its adapters, neither sharded nor compiled.
     `mesh`: has the axis tp. `planning.check` refuses what cannot be split."""
     assert isinstance(stage, DecoderStage)
-    tp, family = mesh[TP], FAMILIES[options.kind]
+    tp, options = mesh[TP], job.model
+    family, parts = FAMILIES[options.kind], keeps_parts(job)
     ranks = stage.tensor = TensorRanks(tp.get_group(), options.vocab_size)
     for name, layer in stage.model.layers.named_children():
         index, mixer = int(name), layer.get_submodule(str(layer.mixer_name))
-        declared, rule = family.layer(options, index), options.delta_rule(index)
-        blocks = [str(layer.mixer_name), *(() if declared.routes else (declared.mlp_name,))]
-        for block in blocks:
-            _extend(layer.get_submodule(block), _OverRanks, ranks)
-        own = options.of_layer(index)
+        rule, own = options.delta_rule(index), options.of_layer(index)
         repeated = own.kv_heads * own.dim_per_head if rule is None and own.kv_heads % tp.size() else 0
-        weights = [one for one in family.weights(options, index) if one.name.partition(".")[0] in blocks]
+        weights = [one for one in family.weights(options, index) if computed_by_all(options, index, one)]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
         for weight in weights:
             inside, _, name = weight.name.rpartition(".")
-            module = layer.get_submodule(inside)
+            module, dim = layer.get_submodule(inside), cut_dim(options, index, weight, tp.size())
             if inside in back:
-                _keep_columns(module, name, tp, ranks)
+                _keep_columns(module, name, tp, dim, ranks)
+                _extend(module, _IntoResidual, ranks)
             elif weight.joins:
                 unit = own.dim_per_head if weight.part == "attention" else 1
-                _keep_rows(module, name, tp, _rows(weight.joins, ranks, repeated, unit))
+                _keep_rows(module, name, tp, dim, _rows(weight.joins, ranks, repeated, unit))
                 if weight.part == "norm" and isinstance(module, RMSNorm):
                     _extend(module, _NormOverRanks, ranks)
+        for inside in {weight.name.partition(".")[0] for weight in weights}:
+            block: Any = layer.get_submodule(inside)
+            _extend(block, _Gathering, ranks)
+            trains = any(parameter.requires_grad for parameter in block.parameters())
+            block.gathers_again = parts and trains and job.train.activation_checkpointing == "none"
         if rule is not None:
             heads = {name: getattr(rule, name) // tp.size() for name in ("key_heads", "value_heads")}
             mixer.rule = replace(rule, **heads)  # type: ignore[assignment]
     for end in (stage.model.embed_tokens, stage.lm_head):
         if end is not None:
-            _keep_rows(end, "weight", tp, [ranks.part(options.vocab_size)])
+            dim = None if options.vocab_size % tp.size() else 0
+            _keep_rows(end, "weight", tp, dim, [ranks.part(options.vocab_size)])
     if stage.model.embed_tokens is not None:
         _extend(stage.model.embed_tokens, _RowsOfRank, ranks)
     return ranks
@@ -88,16 +93,16 @@ def _extend(module: nn.Module, mixin: Any, ranks: TensorRanks) -> None:
         module.tensor = ranks  # type: ignore[assignment]
 
 
-def _keep_columns(module: nn.Module, name: str, tp: DeviceMesh, ranks: TensorRanks) -> None:
+def _keep_columns(module: nn.Module, name: str, tp: DeviceMesh, dim: int | None, ranks: TensorRanks) -> None:
     """Cuts a parameter of a matrix that writes into the residual stream. Of a quantised one, whose
     rows cannot be cut, all is kept, and this rank computes with its columns."""
     if name == "bias":
         module.adds_bias = ranks.rank == 0  # type: ignore[assignment]  # its output is a part of a sum
         return
-    if isinstance(module, QuantisedLinear):
-        module.columns = ranks.part(module.in_features)
+    if dim is None:
+        module.columns = ranks.part(module.in_features)  # type: ignore[arg-type,assignment]
     else:
-        _keep_part(module, name, tp, 1)
+        _keep_part(module, name, tp, dim)
     adapted: Any = module
     if hasattr(module, "lora_A"):
         _keep_part(adapted.lora_A, "weight", tp, 1)
@@ -105,17 +110,16 @@ def _keep_columns(module: nn.Module, name: str, tp: DeviceMesh, ranks: TensorRan
             adapted.lora_dropout.columns = ranks.part(adapted.in_features).start, adapted.in_features
 
 
-def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, rows: list[range]) -> None:
+def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, dim: int | None, rows: list[range]) -> None:
     """Cuts a parameter that gives this rank's heads. One whose rows are not equal parts is kept,
     and this rank computes with its rows."""
-    whole = module.get_parameter(name)
     adapter: Any = getattr(module, "lora_B", None) if name == "weight" else None
     part: Any
     for part in filter(None, (module, adapter)):
-        if len(rows) == 1 and len(rows[0]) * tp.size() == whole.shape[0]:
-            _keep_part(part, name, tp, 0)
-        else:
+        if dim is None:
             part.rows_here = rows
+        else:
+            _keep_part(part, name, tp, dim)
 
 
 def _keep_part(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
@@ -128,17 +132,34 @@ def _keep_part(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
     setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
-class _OverRanks(nn.Module):
-    """Computes a block with the other ranks: of this rank's tokens `[B, t, C]`, the same."""
+class _Gathering(nn.Module):
+    """A block that takes the tokens of all ranks. `gathers_again`: it does not keep them."""
 
     tensor: TensorRanks
+    gathers_again: bool
 
     def forward(self, x_BtC: Tensor, *rest: Any) -> Any:
         """Maps `[B, t, C]` to `[B, t, C]`, and to what later layers take besides."""
-        out: Any = super().forward(self.tensor.gathered(x_BtC), *rest)
-        if isinstance(out, tuple):
-            return (self.tensor.spread(out[0]), *out[1:])
-        return self.tensor.spread(out)
+        x_BTC = self.tensor.gathered(x_BtC)
+        out: Any = super().forward(x_BTC, *rest)
+        if self.gathers_again and torch.is_grad_enabled():
+            self.tensor.let_go(x_BTC, x_BtC, out[0] if isinstance(out, tuple) else out)
+        return out
+
+
+class _IntoResidual(nn.Module):
+    """A matrix whose columns the ranks share: what their parts give is one sum."""
+
+    tensor: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps this rank's part of the input `[B, T, c]` to the output for its tokens `[B, t, C]`."""
+        if torch.compiler.is_compiling() or is_plain() or getattr(self, "lora_dropout", None) is not None:
+            return self._summed(x)
+        return product(self._summed, x)  # a recomputation takes over the sum, not the part
+
+    def _summed(self, x: Tensor) -> Tensor:
+        return self.tensor.spread(super().forward(x))
 
 
 class _NormOverRanks(RMSNorm):

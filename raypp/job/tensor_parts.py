@@ -1,13 +1,14 @@
-"""What each rank of a tp group holds of a model's weights.
+"""What each rank of a tp group holds of a model's weights, and keeps for its backwards. No torch.
 
-It follows `parallel.tensor.split_tensors`: a rank holds an equal part of what is cut, and all of
-the rest, such as norms, routers, experts, and matrices whose parts are not equal.
+A rank holds an equal part of what is cut, and all of the rest, such as norms, routers, experts, and
+matrices whose parts are not equal.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
 from raypp.job.family import Weight
+from raypp.job.job import Job
 from raypp.job.known_families import counted_family
 from raypp.job.lora import Adapter, is_quantised, quantised_base
 from raypp.job.models import DecoderOptions
@@ -15,7 +16,7 @@ from raypp.job.models import DecoderOptions
 
 def layer_on_rank(model: DecoderOptions, index: int, weights: Iterable[Weight], tp: int) -> list[Weight]:
     """Returns the weights of the layer with a global index as one of `tp` ranks holds them."""
-    return [_part(weight, _cut_dim(model, index, weight, tp), tp) for weight in weights]
+    return [_part(weight, cut_dim(model, index, weight, tp), tp) for weight in weights]
 
 
 def adapters_on_rank(model: DecoderOptions, index: int, adapters: Iterable[Adapter], tp: int) -> list[Adapter]:
@@ -26,8 +27,8 @@ def adapters_on_rank(model: DecoderOptions, index: int, adapters: Iterable[Adapt
     for adapter in adapters:
         matrix = matrices.get(f"{adapter.module}.weight")
         if matrix is not None:
-            columns = matrix.residual and _computed_by_all(model, index, matrix)
-            rows = _cut_dim(model, index, matrix, tp) == 0
+            columns = matrix.residual and computed_by_all(model, index, matrix)
+            rows = cut_dim(model, index, matrix, tp) == 0
             a, b = _part(adapter.a, 1 if columns else None, tp), _part(adapter.b, 0 if rows else None, tp)
             adapter = replace(adapter, a=a, b=b)
         found.append(adapter)
@@ -44,20 +45,27 @@ def key_heads(model: DecoderOptions, tp: int) -> int:
     return -(-model.kv_heads // tp)
 
 
-def _cut_dim(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int | None:
+def keeps_parts(job: Job) -> bool:
+    """Whether a block keeps only this rank's tokens of what it takes, which the backward gathers
+    again, and of what it gives. Compiled code keeps all, and an adapter with dropout what it made
+    of them."""
+    lora = job.model.lora
+    return job.mesh.tp > 1 and not job.train.compiles and not (lora is not None and lora.dropout)
+
+
+def cut_dim(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int | None:
     """Returns the dim along which a weight of a layer is cut; None if each rank has it whole."""
-    if tp == 1 or not _computed_by_all(model, index, weight):
+    if tp == 1 or not computed_by_all(model, index, weight):
         return None
     if weight.residual:
         return None if quantised_base(model) is not None and is_quantised(weight) else 1
     if len(weight.joins) != 1 or weight.joins[0] % tp:
         return None
     own = model.of_layer(index)
-    repeated = own.kv_heads % tp and weight.joins[0] == own.kv_heads * own.dim_per_head
-    return None if repeated else 0
+    return None if own.kv_heads % tp and weight.joins[0] == own.kv_heads * own.dim_per_head else 0
 
 
-def _computed_by_all(model: DecoderOptions, index: int, weight: Weight) -> bool:
+def computed_by_all(model: DecoderOptions, index: int, weight: Weight) -> bool:
     """Whether the ranks of a tp group compute the block of a weight together."""
     layer, block = counted_family(model).layer(model, index), weight.name.partition(".")[0]
     return block in ("self_attn", "linear_attn") or (block == layer.mlp_name and not layer.routes)
