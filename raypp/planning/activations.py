@@ -23,10 +23,10 @@ from raypp.job.job import Job
 from raypp.job.known_families import counted_family, layer_rotary
 from raypp.job.lora import layer_adapters
 from raypp.job.models import DecoderOptions, LatentOptions
+from raypp.job.tensor_parts import adapters_on_rank, keeps_parts, key_heads
 from raypp.planning.decision import Kind
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
-from raypp.job.tensor_parts import adapters_on_rank, keeps_parts, key_heads
 
 
 def microbatch_tokens(job: Job) -> int:

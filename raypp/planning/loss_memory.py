@@ -12,8 +12,8 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import trains_part
 from raypp.job.precision import FP32
-from raypp.planning.decision import Kind
 from raypp.job.tensor_parts import end_on_rank
+from raypp.planning.decision import Kind
 
 MIB = 2**20
 CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB

@@ -19,6 +19,7 @@ from raypp.job.known_families import counted_family, family_of
 from raypp.job.lora import also_trained, is_quantised, quantised_base, quantised_bytes, trains_part
 from raypp.job.models import DecoderOptions, with_experts
 from raypp.job.precision import BF16, DTYPES, FP32, Dtype
+from raypp.job.tensor_parts import end_on_rank, layer_on_rank
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
     backward_bytes,
@@ -36,7 +37,6 @@ from raypp.planning.schedules.posting import RECEIVES_AHEAD
 from raypp.planning.schedules.simulate import Simulator
 from raypp.planning.schedules.waiting import Waiting
 from raypp.planning.sizes import sizes_of
-from raypp.job.tensor_parts import end_on_rank, layer_on_rank
 
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)

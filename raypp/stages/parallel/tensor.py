@@ -153,7 +153,7 @@ class _IntoResidual(nn.Module):
     tensor: TensorRanks
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps this rank's part of the input `[B, T, c]` to the output for its tokens `[B, t, C]`."""
+        """Maps a part of the input `[B, T, c]` to the output of this rank's tokens `[B, t, C]`."""
         if torch.compiler.is_compiling() or is_plain() or getattr(self, "lora_dropout", None) is not None:
             return self._summed(x)
         return product(self._summed, x)  # a recomputation takes over the sum, not the part
