@@ -14,6 +14,7 @@ counts once the device has come to it. This module understands these marks of `r
 | `step 1F7 waits` | waits for the message it needs: activations of stage 0 |
 | `step 1B7 waits` | waits for the message it needs: gradients of stage 2 |
 | `step sums` | is in a sum of gradients over the ranks of its stage |
+| `step tensor sum` | is in the sum of gradients over the ranks that compute each layer with it |
 | `step sends` | waits until its last messages have been taken |
 | `step update` | updates its weights |
 | `rendezvous`, `build`, `load`, `finish` | does what the mark says |
@@ -25,7 +26,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -144,9 +145,8 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
     work = _WORK.fullmatch(one.phase)
     if work is not None and work[4]:
         return _message_wait(one, work, everyone, rank_of_stage)
-    words = one.phase.split()
-    inner = words[-1] if words else ""
-    if words[:1] == ["step"] and inner == "sends":
+    inner = _inner(one)
+    if inner == "sends":
         # A rank that has taken everything has finished the step's work and waits for others itself.
         neighbours = [other for other in everyone if _same_column(one, other) and _other_stage(one, other)]
         return _wait_for("its last messages to be taken by", [other for other in neighbours if _is_busy(other)])
@@ -154,9 +154,11 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
         awaited = [other for other in everyone if other.rank != one.rank]
         if inner == "sums":
             awaited = [other for other in awaited if not _other_stage(one, other)]
-        elif words[1:2] == ["replica"]:
+        elif inner == "tensor sum":
+            awaited = [o for o in awaited if replace(o.coordinates, tp=0) == replace(one.coordinates, tp=0)]
+        elif one.phase.startswith("step replica "):
             awaited = [o for o in awaited if o.coordinates.dp_replicate == one.coordinates.dp_replicate]
-        late = [other for other in awaited if other.silent or other.phase.split()[-1:] != [inner]]
+        late = [other for other in awaited if other.silent or _inner(other) != inner]
         return _wait_for(f"{_COLLECTIVE_NAMES[inner]} with", late)
     if one.reached:
         return _stage_wait(one, everyone)
@@ -217,10 +219,15 @@ def _is_behind(other: RankActivity, one: RankActivity) -> bool:
     return _WORK.fullmatch(other.phase) is not None  # its device waits for its host
 
 
+def _inner(one: RankActivity) -> str:
+    """Returns what a rank does in a step, by its mark; "" if it is in none."""
+    words = one.phase.split()
+    return " ".join(word for word in words[1:] if word != "replica") if words[:1] == ["step"] else ""
+
+
 def _collective(one: RankActivity) -> str:
     """Returns the collective of all ranks, or of a stage, that a rank's mark names; "" if none."""
-    words = one.phase.split()
-    return _COLLECTIVE_NAMES.get(words[-1], "") if words[:1] == ["step"] else ""
+    return _COLLECTIVE_NAMES.get(_inner(one), "")
 
 
 def _same_column(one: RankActivity, other: RankActivity) -> bool:

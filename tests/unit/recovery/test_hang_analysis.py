@@ -102,6 +102,33 @@ def test_the_rank_that_everything_waits_for_is_blamed(stuck: list[RankActivity],
     assert [word for word in words if word not in blame.cause] == []
 
 
+def tensor_ranks(*marks: tuple[Any, ...]) -> list[RankActivity]:
+    """Two stages of tp 2: the marks of one stage follow each other."""
+    return [
+        RankActivity(
+            at, f"pp{at // 2}-tp{at % 2}", Coordinates(at // 2, tp=at % 2), phase, 61.0, inside="".join(inside)
+        )
+        for at, (phase, *inside) in enumerate(marks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        ([("step 0W7",), ("step 0W7",), ("step tensor sum",), ("step 1B7",)], "the sum of gradients over tp with"),
+        (
+            [("step tensor sum",), ("step 0B7 waits",), ("step tensor sum",), ("step 1B7",)],
+            "backward 7 from stage 1 on",
+        ),
+        ([*[("step 0B3 waits",)] * 2, ("step 1F4", "reduce_scatter"), ("step 1F4",)], "reduce_scatter with"),
+    ],
+)
+def test_a_rank_waits_for_those_that_compute_its_layers_with_it(marks: list[tuple[str, ...]], words: str) -> None:
+    blame = find_culprit(tensor_ranks(*marks), STAGES)
+    assert blame.rank == 3 and not blame.ring
+    assert f"waits for {words} pp1-tp1" in blame.cause
+
+
 def test_stages_on_one_rank_are_found_by_their_placement() -> None:
     blame = find_culprit(ranks("step 3F2 waits", "step 2F2", still=(70, 71)), [0, 1, 1, 0])
     assert blame.rank == 1 and "waits for forward 2 from stage 2 on pp1" in blame.cause
@@ -121,10 +148,9 @@ def test_a_collective_that_everybody_is_in_has_nobody_to_blame() -> None:
     assert blame.cause.startswith("all its ranks have been in the sum of loss and norms for 6")
 
 
+MARKS = ["agree", "sum", "sums", "tensor sum", "sends", "4 read"]
 PHASES = st.one_of(
-    st.sampled_from(
-        ["load", "step agree", "step sum", "step sums", "step sends", "step 4 read", "save x", "", "finish"]
-    ),
+    st.sampled_from(["load", *(f"step {mark}" for mark in MARKS), "save x", "", "finish"]),
     st.builds(
         lambda stage, kind, microbatch, waits: f"step {stage}{kind}{microbatch}{waits}",
         st.integers(0, 3), st.sampled_from("FBIW"), st.integers(0, 9), st.sampled_from(["", " waits"]),
