@@ -256,7 +256,6 @@ def _tensor(job: Job) -> Iterator[Problem]:
         (quantised_base(model) == "fp8", "the frozen weights are in fp8 (model.lora.base)"),
         (job.train.dtypes.fp8, "products are in fp8 (train.precision)"),
         (job.train.sync.kind == "int8", "sums over replicas are in int8 (train.sync.kind)"),
-        (job.train.sample is not None, "decoding has rows of one token (train.sample)"),
     ]
     for wrong, fault in refused:
         if wrong:

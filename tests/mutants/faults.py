@@ -64,6 +64,7 @@ MEETS = {
         [],
         ["tests/ranks/test_tensor_parallel.py", "tests/ranks/test_recut_of_runs.py"],
     ),
+    "raypp/stages/models/tensor_ranks.py": ([], ["tests/ranks/test_sampling.py"]),
     "raypp/rank/data/loader.py": (
         ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py", "tests/unit/data/test_chat_source.py"],
         ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
@@ -106,6 +107,7 @@ _HANG = "raypp/control/recovery/hang_analysis.py"
 _APPLY = "raypp/stages/parallel/apply.py"
 _LOADER = "raypp/rank/data/loader.py"
 _TENSOR = "raypp/stages/parallel/tensor.py"
+_TENSOR_RANKS = "raypp/stages/models/tensor_ranks.py"
 
 FAULTS = [
     # The state machine.
@@ -527,8 +529,8 @@ FAULTS = [
     ),
     Fault(
         "hang-silent-rank-is-there", _HANG,
-        "if other.silent or other.phase.split()[-1:] != [inner]]",
-        "if other.phase.split()[-1:] != [inner]]",
+        "if other.silent or _inner(other) != inner]",
+        "if _inner(other) != inner]",
         "a rank that froze in a collective is not blamed",
     ),
     Fault(
@@ -622,6 +624,12 @@ FAULTS = [
         "columns = ranks.part(adapted.in_features).start, adapted.in_features",
         "columns = 0, adapted.in_features",
         "an adapter drops other features than in one process",
+    ),
+    Fault(
+        "tensor-decodes-the-part-of-one-rank", _TENSOR_RANKS,
+        "return self.total(part_BTC)",
+        "return part_BTC",
+        "samples are those of a part of the heads",
     ),
     # The loader.
     Fault(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_in_living, run_ranks
+from small_models import small_options
 from test_evaluation import VIRTUAL, aborted, lived
 from training import document, thinned
 
@@ -25,13 +26,21 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": 2},
     "fsdp, weights stay": {"fsdp": 2, "reshard_after_forward": False},
     "recomputed": {"pp": 2, "train": {"activation_checkpointing": "full"}},
+    "tp": {"tp": 2},
+    "tp, repeated keys": {"tp": 4},
+    "tp, pp": {"tp": 2, "pp": 2, "kind": "qwen3_next"},
+    "tp, fsdp": {"tp": 2, "fsdp": 2, "kind": "gemma4"},
+    "tp, ep": {"tp": 2, "fsdp": 2, "ep": 2, "kind": "gpt_oss"},
 }
 
 
 def source_of(name: str, samples: bool) -> dict[str, Any]:
     train = {**MESHES[name].get("train", {}), **({"sample": SAMPLE} if samples else {})}
-    data = {"path": TEXT, "seq_len": 64}
-    return document(**{**MESHES[name], "train": train}, microbatches=4, model={"vocab_size": 257}, data=data)
+    data, model = {"path": TEXT, "seq_len": 64}, {"vocab_size": 257}
+    if kind := MESHES[name].get("kind"):
+        model = small_options(kind, num_layers=4, **model).model_dump(mode="json", exclude_none=True)
+    sections = {key: value for key, value in MESHES[name].items() if key != "kind"}
+    return document(**{**sections, "train": train}, microbatches=4, model=model, data=data)
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +70,7 @@ def run_of(name: str, samples: bool = True) -> dict[str, Any]:
     return results[0]
 
 
-QUICK, GATE = ["one", "V"], ["fsdp"]
+QUICK, GATE = ["one", "V", "tp, pp"], ["fsdp", "tp, ep"]
 
 
 @pytest.mark.parametrize("name", thinned(MESHES, QUICK, GATE))
@@ -81,7 +90,7 @@ def test_samples_are_what_the_weights_of_their_step_continue(name: str) -> None:
     assert [sample["text"] for sample in last] == [bytes(t).decode(errors="replace") for t in found["again"]]
 
 
-@pytest.mark.parametrize("name", thinned([name for name in MESHES if "fsdp" not in name], ["V"]))
+@pytest.mark.parametrize("name", thinned([name for name in MESHES if "fsdp" not in name and "tp" not in name], ["V"]))
 def test_every_pipeline_takes_the_same_samples(name: str) -> None:
     assert run_of(name)["samples"] == run_of("one")["samples"]
 

@@ -2,11 +2,14 @@
 
 Between blocks each holds an equal part of every row's tokens. A block takes all of them, each rank
 computes its heads or its part of the inner width, and the sums of these parts are spread again.
+Rows of one token have no parts: while decoding (`tokens_whole`), each rank holds every token.
 
 Legend: B rows, T tokens of a row, t = T / tp of a rank, C residual width, V vocabulary, v = V / tp
 of a rank, s tokens of a chunk.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +22,11 @@ from raypp.stages.models.grouped_products import held
 
 class TensorRanks:
     """The ranks of a tp group. Each method is collective over them, as is its backward, but for
-    `own` and `part`. `vocabulary`: V."""
+    `own` and `part`. `vocabulary`: V. `whole`: each holds all tokens between blocks, t = T."""
 
     def __init__(self, group: dist.ProcessGroup, vocabulary: int) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.vocabulary = vocabulary
+        self.vocabulary, self.whole = vocabulary, False
 
     def part(self, rows: int, unit: int = 1) -> range:
         """Returns this rank's rows: equal parts, but for the last. Of fewer units than ranks, such
@@ -41,11 +44,15 @@ class TensorRanks:
 
     def gathered(self, x_BtC: Tensor) -> Tensor:
         """Returns the tokens of all ranks, `[B, T, C]`. The backward sums the ranks' gradients."""
+        if self.whole:
+            return x_BtC
         out: Tensor = _Gathered.apply(x_BtC, self)  # type: ignore[no-untyped-call]
         return out
 
     def spread(self, part_BTC: Tensor) -> Tensor:
         """Returns the ranks' sum of parts `[B, T, C]`, for this rank's tokens: `[B, t, C]`."""
+        if self.whole:
+            return self.total(part_BTC)
         out: Tensor = _Spread.apply(part_BTC, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -67,7 +74,7 @@ class TensorRanks:
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Returns this rank's tokens of `[B, T]`, `[B, t]`. Sends nothing."""
-        return x_BT.chunk(self.size, dim=1)[self.rank]
+        return x_BT if self.whole else x_BT.chunk(self.size, dim=1)[self.rank]
 
     def whole_logits(self, logits_v: Tensor) -> Tensor:
         """Returns logits `[..., V]`, of this rank's part `[..., v]`. No backward."""
@@ -131,6 +138,19 @@ class _Total(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the sum of the gradients `[...]`."""
         return ctx.ranks.summed(gradient.clone()), None
+
+
+@contextmanager
+def tokens_whole(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, each rank that computes blocks of the stages holds all tokens. No backward."""
+    found = [ranks for stage in stages if (ranks := getattr(stage, "tensor", None)) is not None]
+    for ranks in found:
+        ranks.whole = True
+    try:
+        yield
+    finally:
+        for ranks in found:
+            ranks.whole = False
 
 
 def weight_here(module: nn.Module, name: str = "weight") -> Tensor:

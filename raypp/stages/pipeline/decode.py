@@ -2,7 +2,8 @@
 
 All ranks take turns over the groups, and in a turn over the stages. The last stage's rank chooses
 tokens and sends them to all, so all know when a group is done. The batch size alone decides which
-prompts share a product, never the mesh: products of other shapes round otherwise.
+prompts share a product, never the mesh: products of other shapes round otherwise. With tp, the
+ranks of each tp coordinate are a pipeline, and their last ones choose by the same logits.
 
 Legend: B rows of a group, T tokens of a row, C hidden size.
 """
@@ -23,6 +24,7 @@ from raypp.errors import Problem, RunFailedError
 from raypp.job.models import DecoderOptions
 from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.kv_cache import KeyValueCache
+from raypp.stages.models.tensor_ranks import tokens_whole
 
 LENGTH, END = "length", "eos"
 """Why a text ends: it has as many new tokens as allowed, or the model ended it."""
@@ -154,18 +156,19 @@ class PipelineDecoder:
         groups = deque(Group(first, prompts[first : first + rows]) for first in range(0, len(prompts), rows))
         slots: list[Group | None] = [None] * len(self.world)
         busy = True
-        while busy:
-            busy = False
-            for index, group in enumerate(slots):
-                if group is not None and group.waiting:
-                    self._take(group, ends, emit)
-                if group is None or group.over(stop_early):
+        with tokens_whole(self.stages.values()):
+            while busy:
+                busy = False
+                for index, group in enumerate(slots):
+                    if group is not None and group.waiting:
+                        self._take(group, ends, emit)
+                    if group is None or group.over(stop_early):
+                        if group is not None:
+                            _arrived(group)
+                        group = slots[index] = groups.popleft() if groups else None
                     if group is not None:
-                        _arrived(group)
-                    group = slots[index] = groups.popleft() if groups else None
-                if group is not None:
-                    self._turn(group, choice, check=stop_early)
-                    busy = True
+                        self._turn(group, choice, check=stop_early)
+                        busy = True
 
     @property
     def _last(self) -> int:
