@@ -35,6 +35,7 @@ BENCHMARKS = (
     Benchmark("throughput", 6, "raypp's step compared with a bare Schedule1F1B script"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
     Benchmark("block_host", 5, "what blocks that are not compiled, and an update, take the host"),
+    Benchmark("tensor_parallel", 3, "a layer's cost to the ranks of a tp group, compared with torch's own"),
     Benchmark("kernel_counts", 1, "kernels and bytes of a layer's elementwise work, compiled or not; computed"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
     Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),

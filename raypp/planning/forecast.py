@@ -25,6 +25,7 @@ from typing import Any
 from raypp.job.job import Job
 from raypp.job.known_families import counted_family
 from raypp.job.lora import lowest_trained
+from raypp.job.tensor_parts import keeps_parts
 from raypp.planning.activations import microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
 from raypp.planning.costs import Costs, CostsOf, computed_costs, context_bytes
@@ -404,8 +405,11 @@ class _Step:
         one, family = _over(self._slowest(self._mesh.groups("tp")), size * (1 - 1 / tp)), counted_family(job.model)
         layers = range(job.model.num_layers)
         blocks = sum(1 if family.layer(job.model, index).routes else 2 for index in layers) / len(layers)
-        # A layer that is recomputed does not send its result again.
-        again = 2 * blocks - 1 if job.train.activation_checkpointing != "none" else 0
+        extent, again = job.train.activation_checkpointing, 0.0
+        if keeps_parts(job) and extent in ("none", "selective"):
+            again = blocks
+        elif extent != "none":  # a layer that is recomputed does not send its result again
+            again = 2 * blocks - 1
         return _TensorTraffic(one, 2 * blocks * one, (2 * blocks + again) * one)
 
     def _replicated_sums(self) -> float:
