@@ -198,6 +198,7 @@ CASES = {
     "pp, tied, int4": case(pp=2, model={"tie_embeddings": True}, train={"compression": "int4"}),
     "cp": case(cp=2),
     "experts": case(fsdp=2, ep=2, model=MIXTURE),
+    "tp": case(tp=2),
     "muon": case(fsdp=2, train={"optimizer": {"kind": "muon", "lr": 1e-2}}),
     "adapters": case(pp=2, model={"lora": {"rank": 4, "base": "fp32"}}),
 }
