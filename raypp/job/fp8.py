@@ -1,6 +1,7 @@
 """Which matrices `train.precision: fp8` computes in fp8, and what stands against it. No torch."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import FP8_WIDTH, is_quantised, quantised_base, wrong_widths
 from raypp.job.models import DecoderOptions, with_experts
+from raypp.job.tensor_parts import computed_by_all
 
 _GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Small matrices whose results are factors over all later tokens: the gates of a delta rule."""
@@ -39,24 +41,38 @@ def _matrices(options: DecoderOptions, index: int, dims: int = 2) -> list[Weight
     return [one for one in matrices if one.name.removesuffix(".weight").rpartition(".")[2] not in _GATES]
 
 
+def _on_rank(options: DecoderOptions, index: int, weight: Weight, tp: int) -> Weight:
+    """Returns the part of a matrix of a layer that one of `tp` ranks multiplies by."""
+    if tp == 1 or not computed_by_all(options, index, weight):
+        return weight
+    rows, columns = weight.shape
+    if weight.residual:
+        return replace(weight, shape=(rows, columns // tp))
+    own = options.of_layer(index)
+    keys = own.kv_heads * own.dim_per_head if weight.part == "attention" else 0
+    repeated = own.kv_heads % tp and keys
+    parts = (own.dim_per_head if length == repeated else length // tp for length in weight.joins)
+    return replace(weight, shape=(sum(parts) or rows, columns))
+
+
 class Sizes(NamedTuple):
-    """The sizes of what is computed in fp8.
+    """The sizes of what is computed in fp8, on one of `tp` ranks.
 
     Attributes:
         dense: Weights of matrices that every token is multiplied by.
         experts: Weights of experts, of all of them.
         active: Weights that a token is multiplied by, those of its experts included.
-        widths: The sum of the widths of their matrices.
+        widths: The sum of the widths of their matrices, per token of all `tp` ranks.
     """
 
     dense: int = 0
     experts: int = 0
     active: int = 0
-    widths: int = 0
+    widths: float = 0
 
 
 @lru_cache(maxsize=64)
-def _sizes(options: DecoderOptions, experts: bool) -> tuple[Sizes, ...]:
+def _sizes(options: DecoderOptions, experts: bool, tp: int) -> tuple[Sizes, ...]:
     """Returns the sizes of each layer."""
     chosen = model.experts_per_token if (model := with_experts(options)) is not None else 0
     layers = []
@@ -64,18 +80,20 @@ def _sizes(options: DecoderOptions, experts: bool) -> tuple[Sizes, ...]:
         dense, stacks = _matrices(options, index), _matrices(options, index, dims=3) if experts else []
         stacks = [one for one in stacks if not (one.transposed and quantised_base(options))]  # are dequantised
         each = [one.parameters // one.shape[0] for one in stacks]
-        weights, widths = sum(one.parameters for one in dense), sum(sum(one.shape) for one in dense)
-        widths += chosen * sum(sum(one.shape[1:]) for one in stacks)
+        here = [_on_rank(options, index, one, tp) for one in dense]
+        weights, widths = sum(one.parameters for one in here), chosen * sum(sum(one.shape[1:]) for one in stacks) / tp
+        widths += sum(sum(one.shape) / (1 if computed_by_all(options, index, one) else tp) for one in here)
         layers.append(Sizes(weights, sum(one.parameters for one in stacks), weights + chosen * sum(each), widths))
     return tuple(layers)
 
 
-def sizes_in_fp8(job: Job, layers: Iterable[int]) -> Sizes:
-    """Returns the sizes of what is computed in fp8 of layers with these global indices."""
+def sizes_in_fp8(job: Job, layers: Iterable[int], tp: int = 1) -> Sizes:
+    """Returns the sizes of what is computed in fp8 of layers with these global indices, on one of
+    `tp` ranks."""
     whole = quantised_base(job.model) == "fp8"
     if not whole and (not job.train.dtypes.fp8 or quantised_base(job.model) is not None):
         return Sizes()
-    sizes = _sizes(job.model, job.train.fp8.experts)
+    sizes = _sizes(job.model, job.train.fp8.experts, tp)
     return Sizes(*map(sum, zip(*(sizes[index] for index in layers if whole or layer_in_fp8(job, index)), strict=True)))
 
 
@@ -88,9 +106,15 @@ def fp8_problems(job: Job) -> Iterator[Problem]:
     if lacks or (experts and with_experts(job.model) is None):
         fault = f"true, but {lacks or 'the model has no experts'}"
         yield Problem("train.fp8.experts", fault, "leave it out, or use train.precision fp8, or model.lora.base fp8")
+    layers, tp = range(job.model.num_layers), job.mesh.tp
+    if multiplies and tp > 1:
+        every = _matrices if base == "fp8" else lambda _, index: matrices_in_fp8(job, index)
+        parts = [[_on_rank(job.model, index, one, tp) for one in every(job.model, index)] for index in layers]
+        needs = f"{tp} ranks each have a part of a matrix, and fp8 needs multiples of {FP8_WIDTH}"
+        for _, fault in wrong_widths(parts, FP8_WIDTH, needs):
+            yield Problem("mesh.tp", f"{fault} on each", "use fewer, or mesh.fsdp")
     if not job.train.dtypes.fp8:
         return
-    layers = range(job.model.num_layers)
     if not any(layer_in_fp8(job, index) for index in layers):
         fault = f"{job.train.fp8.bf16_layers} at both ends leaves none of {len(layers)} layers in fp8"
         yield Problem("train.fp8.bf16_layers", fault, f"use at most {(len(layers) - 1) // 2}, or train.precision bf16")

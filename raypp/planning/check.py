@@ -253,8 +253,6 @@ def _tensor(job: Job) -> Iterator[Problem]:
         yield Problem("mesh.tp", f"{tp} does not divide {', '.join(faults)}", fix)
     refused = [
         (family is None, f"{model.kind} is a model of your own, whose matrices raypp cannot cut"),
-        (quantised_base(model) == "fp8", "the frozen weights are in fp8 (model.lora.base)"),
-        (job.train.dtypes.fp8, "products are in fp8 (train.precision)"),
         (job.train.sync.kind == "int8", "sums over replicas are in int8 (train.sync.kind)"),
     ]
     for wrong, fault in refused:

@@ -385,8 +385,9 @@ def _less_by_fp8(job: Job, device: Device) -> float:
     product_s = 2 * sizes.active / layers * tokens / (device.share * 1e12)
     half, fp8 = product_s / device.tflops["bf16"], product_s / device.tflops["fp8"] / _FP8_SHARE
     each = job.mesh.reshard_after_forward or quantised_base(job.model) == "fp8"
-    weights = (sizes.dense + sizes.experts / job.mesh.ep) * each
-    cast = _FP8_CAST * (sizes.widths / 2 * tokens + weights) / layers / (device.bandwidth * _MOVED * 1e12)
+    here = sizes_in_fp8(job, range(layers), job.mesh.tp)
+    weights = (here.dense + here.experts / job.mesh.ep) * each
+    cast = job.mesh.tp * _FP8_CAST * (here.widths / 2 * tokens + weights) / layers / (device.bandwidth * _MOVED * 1e12)
     return half - fp8 - cast
 
 

@@ -249,7 +249,7 @@ def _fp8_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     if ":" in job.model.kind:  # at most: the widths of its matrices are not known
         weights = sizes_of(job.model).layers
         return sum(2 * weights[index].parameters for index in layers if layer_in_fp8(job, index))
-    sizes = sizes_in_fp8(job, layers)
+    sizes = sizes_in_fp8(job, layers, job.mesh.tp)
     return 2 * (sizes.dense + sizes.experts // job.mesh.ep)
 
 

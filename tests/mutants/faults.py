@@ -631,6 +631,12 @@ FAULTS = [
         "return part_BTC",
         "samples are those of a part of the heads",
     ),
+    Fault(
+        "tensor-fp8-scales-of-own-columns", _TENSOR,
+        "return MatrixCut(inputs=ranks)",
+        "return MatrixCut()",
+        "ranks round their parts of a row to fp8 with scales of their own",
+    ),
     # The loader.
     Fault(
         "loader-everyone-reads-the-first-share", _LOADER,

@@ -1,15 +1,17 @@
 """Ranks that compute each layer together add up what one process does, in every family."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from comparison import WIDE, assert_close, assert_same_sums
+from comparison import WIDE, assert_close, assert_same_sums, assert_tensors_close
 from harness import run_ranks
 from small_models import small_options
 from torch.distributed.tensor.debug import CommDebugMode
-from training import document, numbers, seat_of, thinned, trained
+from training import document, numbers, seat_of, thinned, train_steps, trained
 
+from raypp.job import precision
 from raypp.job.known_families import FAMILIES
 from raypp.job.load import parse_job
 from raypp.tools.parity import train_some_steps
@@ -103,6 +105,52 @@ FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
 def test_it_adds_up_with_other_features(name: str) -> None:
     kind, mesh, changes, sections = FEATURES[name]
     assert_adds_up(kind, mesh, changes, **sections)
+
+
+def trained_wide(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Trains with fp8 in a dtype of the test beside it, instead of bf16. Sums of what is rounded to
+    fp8 are then exact, so that a difference of any code or scale shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(precision.PRECISIONS, "fp8", replace(precision.PRECISIONS["fp8"], compute=precision.FP32))
+        precision.precision_of.cache_clear()
+        try:
+            return train_steps(*arguments, **options)
+        finally:
+            precision.precision_of.cache_clear()
+
+
+FREED = {"tp": 2, "fsdp": 2, "reshard_after_forward": True}
+BASE: Sections = {"lora": {"rank": 4, "base": "fp8"}}
+FP8: dict[str, tuple[str, Sections, Sections, Sections]] = {
+    "cut": ("qwen3", MESHES["tp 2"], {}, {}),
+    "split backwards": ("olmo2", MESHES["tp 2, pp 2"], {}, V),
+    "joined, heads on two ranks": ("phi3", MESHES["tp 4"], {}, {}),
+    "heads on two ranks, freed": ("starcoder2", {**FREED, "tp": 4}, {}, {}),
+    "freed": ("qwen3", FREED, {}, {"train": {"activation_checkpointing": "full"}}),
+    "compiled": ("qwen3", MESHES["tp 2"], {}, {"train": {"compile": True}}),
+    "latent": (
+        "deepseek_v3", SPREAD, {"expert_ffn_size": 32, "q_lora_rank": 32}, {"train": {"fp8": {"experts": True}}}
+    ),
+    "delta rule": ("qwen3_5", MESHES["tp 2, cp 2"], {"linear_num_value_heads": 16, "linear_num_key_heads": 16}, {}),
+    "adapters on fp8": ("starcoder2", MESHES["tp 4"], BASE, {"train": {"precision": "fp32"}}),
+    "latent, on fp8": (
+        "deepseek_v3", MESHES["tp 2, pp 2"], {**BASE, "expert_ffn_size": 32}, {"train": {"precision": "fp32"}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(FP8, ["cut"], ["split backwards", "adapters on fp8", "latent"]))
+def test_products_in_fp8_have_the_codes_and_scales_of_one_process(name: str) -> None:
+    kind, mesh, changes, sections = FP8[name]
+    sections = {**sections, "train": {"precision": "fp8", **sections.get("train", {})}}
+    wide = {"hidden_size": 64, "ffn_size": 64, **changes}
+    found, one = (
+        trained(job(kind, wide, **each, **sections), STEPS, dtype=torch.float64, train=trained_wide)
+        for each in (mesh, {})
+    )
+    assert_close(found, one, WIDE)
+    if "lora" not in changes:
+        assert_tensors_close(found["weights"], one["weights"], WIDE)
 
 
 def collectives(rank: int, world: int, port: int, layers: int, extent: str) -> dict[str, int]:

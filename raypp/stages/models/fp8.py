@@ -2,8 +2,9 @@
 
 Every row of the input, every output channel of the matrix and every row of a gradient has a scale
 of its own (arXiv:2209.05433 has the format), so no cut between rows and no other microbatch changes
-a bit. The gradient of the input takes the same fp8 matrix: its scales are multiplied into the rows
-of the gradient before these get theirs. The gradient of the matrix is a product in bf16.
+a bit. Ranks that have parts of a row (mesh.tp) take the largest number of all of it. The gradient
+of the input takes the same fp8 matrix: its scales are multiplied into the rows of the gradient
+before these get theirs. The gradient of the matrix is a product in bf16.
 
 On a CPU the same numbers are multiplied in fp32. Only the order of a sum is another.
 
@@ -27,25 +28,31 @@ from raypp.errors import RayppError
 from raypp.job.fp8 import experts_in_fp8, layer_in_fp8, matrices_in_fp8
 from raypp.job.job import Job
 from raypp.job.lora import FP8_WIDTH
-from raypp.job.precision import LARGEST_FP8
 from raypp.stages.models.grouped_products import held
 from raypp.stages.models.products import Projection, grouped_linear, is_transposed, linear, stack_gradient
+from raypp.stages.models.tensor_ranks import WHOLE, MatrixCut, TensorRanks, weight_here
 from raypp.torch_private import scaled_grouped_mm
 
 _ROW_WISE = F.ScalingType.RowWise
 E4M3 = torch.float8_e4m3fn
-_TINY = torch.finfo(torch.float32).tiny
 
 
-def rows_in_fp8(x_NC: Tensor, factors: Tensor | None = None, experts_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rows_in_fp8(
+    x_NC: Tensor, factors: Tensor | None = None, experts_N: Tensor | None = None, ranks: TensorRanks | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns rows `[..., N, C]` in e4m3, and their scales, fp32 `[..., N, 1]`. A row with a number
     that is not finite becomes NaN. Plain operators, so that the compiler fuses them with what comes
     before. `factors`: what rows are multiplied by before, `[1, C]`; or `[E, C]`, with the expert of
-    each row, `[N]`."""
+    each row, `[N]`. `ranks`: those that have the other parts of each row."""
     wide_NC = x_NC.float()
     if factors is not None:
         wide_NC = wide_NC * (factors if experts_N is None else factors[experts_N])
-    scale_N1 = (wide_NC.abs().amax(-1, keepdim=True) / LARGEST_FP8).clamp(min=_TINY)
+    largest_N1 = wide_NC.abs().amax(-1, keepdim=True)
+    if ranks is not None:  # a maximum over ranks may pass over NaN
+        largest_N1 = ranks.largest(largest_N1.masked_fill(largest_N1.isnan(), torch.inf))
+    # Compiled, several products in a block cannot share a float of the module (torch 2.13).
+    largest, least = torch.finfo(E4M3).max, torch.finfo(torch.float32).tiny
+    scale_N1 = (largest_N1 / largest).clamp(min=least)
     return (wide_NC / scale_N1).to(E4M3), scale_N1
 
 
@@ -65,7 +72,8 @@ def _multiply(
         parts = zip((a_NK[span] for span in spans), b_OK, (a_scale_N1[span] for span in spans), b_scale_O1, strict=True)
         return torch.cat([_multiply(*part, dtype) for part in parts])
     if a_NK.device.type == "cpu":
-        return (F.linear(a_NK.float(), b_OK.float()) * a_scale_N1 * b_scale_O1.t()).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (F.linear(a_NK.to(wide), b_OK.to(wide)) * a_scale_N1 * b_scale_O1.t()).to(dtype)
     wide = torch.bfloat16  # cards have no other
     if ends is not None:
         scales = a_scale_N1.squeeze(-1), b_scale_O1.squeeze(-1)
@@ -77,7 +85,8 @@ def _multiply(
 class _Product(torch.autograd.Function):
     """x · Wᵀ. `rows`, `scales`, `columns`: the matrix in e4m3 `[O, C]`, its scales `[O, 1]`, and
     its transpose `[C, O]`; made here if they are None. `ends`: where each expert's rows end, int32
-    `[E]`; then these are of stacks. `cast`: `rows_in_fp8`, or the same as one kernel."""
+    `[E]`; then these are of stacks. `cast`: `rows_in_fp8`, or the same as one kernel. `cut`: how
+    ranks share the product."""
 
     @staticmethod
     def forward(
@@ -89,15 +98,16 @@ class _Product(torch.autograd.Function):
         columns: Tensor | None,
         ends: Tensor | None,
         cast: Callable[..., tuple[Tensor, Tensor]],
+        cut: MatrixCut,
     ) -> Tensor:
         """Returns the product `[..., O]` of x `[..., C]`."""
         trained = weight is not None and weight.requires_grad
         ctx.save_for_backward(x if trained else None, weight if rows is None else None, rows, scales, columns, ends)
-        ctx.cast, ctx.transposed = cast, weight is not None and is_transposed(weight)
+        ctx.cast, ctx.cut, ctx.transposed = cast, cut, weight is not None and is_transposed(weight)
         if rows is None or scales is None:
             assert weight is not None
-            rows, scales = rows_in_fp8(weight.contiguous())
-        x_NC, x_scales = cast(x.reshape(-1, x.shape[-1]))
+            rows, scales = rows_in_fp8(weight.contiguous(), ranks=cut.inputs)
+        x_NC, x_scales = cast(x.reshape(-1, x.shape[-1]), ranks=cut.inputs)
         return _multiply(x_NC, rows, x_scales, scales, x.dtype, ends).view(*x.shape[:-1], rows.shape[-2])
 
     @staticmethod
@@ -107,14 +117,14 @@ class _Product(torch.autograd.Function):
         grad_NO, x_grad, weight_grad = grad.reshape(-1, grad.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
             if rows is None:
-                rows, scales = rows_in_fp8(weight.contiguous())
+                rows, scales = rows_in_fp8(weight.contiguous(), ranks=ctx.cut.inputs)
             if columns is None:
                 columns = rows.mT.contiguous()
             factors, experts_N = scales.mT, None
             if ends is not None:
                 ordered_N = torch.arange(len(grad_NO), dtype=ends.dtype, device=grad.device)
                 factors, experts_N = scales.squeeze(-1), torch.searchsorted(ends, ordered_N, right=True)
-            fp8_NO, row_scales = ctx.cast(grad_NO, factors, experts_N)
+            fp8_NO, row_scales = ctx.cast(ctx.cut.once(grad_NO), factors, experts_N, ctx.cut.gradients)
             ones = torch.ones(*columns.shape[:-1], 1, dtype=torch.float32, device=grad.device)
             x_grad = _multiply(fp8_NO, columns, row_scales, ones, grad.dtype, ends).view(
                 *grad.shape[:-1], columns.shape[-2]
@@ -123,7 +133,7 @@ class _Product(torch.autograd.Function):
             weight_grad = stack_gradient(x, grad_NO, ends_E=ends, transposed=ctx.transposed)
         elif x is not None:
             weight_grad = grad_NO.t() @ x.reshape(-1, x.shape[-1])
-        return x_grad, weight_grad, None, None, None, None, None
+        return x_grad, weight_grad, None, None, None, None, None, None
 
 
 def frozen_product(
@@ -132,10 +142,11 @@ def frozen_product(
     scales: Tensor,
     ends: Tensor | None = None,
     cast: Callable[..., tuple[Tensor, Tensor]] = rows_in_fp8,
+    cut: MatrixCut = WHOLE,
 ) -> Tensor:
     """Returns x · Wᵀ `[..., O]` of x `[..., C]` and a frozen matrix in e4m3 `[O, C]` with scales
-    `[O, 1]`. `ends`, `cast`: as in `_Product`."""
-    return _Product.apply(x, None, rows, scales, None, ends, cast)  # type: ignore[no-any-return, no-untyped-call]
+    `[O, 1]`. `ends`, `cast`, `cut`: as in `_Product`."""
+    return _Product.apply(x, None, rows, scales, None, ends, cast, cut)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -170,19 +181,22 @@ class InFp8:
         return grouped_linear(x, self.weight, ends_E, self._times)
 
     def _times(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        return _Product.apply(x, weight, self.rows, self.scales, self.columns, ends, self.cast)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(x, weight, self.rows, self.scales, self.columns, ends, self.cast, WHOLE)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Fp8Matrix(nn.Module):
     """The fp8 form of a layer's matrix, as `Projection.fp8`, or of a stack of experts', in
     `ExpertStacks.fp8`. `kept`: it is made once a step, and kept for the step; else in each product,
-    as the matrix itself is gathered for each. `cast`: of a stack's rows, as in `_Product`."""
+    as the matrix itself is gathered for each. `cast`: of a stack's rows, as in `_Product`. `cut`:
+    as there; the form is of the part of this rank."""
 
-    def __init__(self, weight: Tensor, *, kept: bool, cast: Callable[..., tuple[Tensor, Tensor]] = rows_in_fp8) -> None:
+    def __init__(
+        self, weight: Tensor, *, kept: bool, cast: Callable[..., Any] = rows_in_fp8, cut: MatrixCut = WHOLE
+    ) -> None:
         super().__init__()
         *experts, rows, columns = weight.shape
         empty = partial(torch.empty, device=weight.device)
-        self.due, self.cast = kept, cast
+        self.due, self.cast, self.cut = kept, cast, cut
         self.register_buffer("rows", empty(*experts, rows, columns, dtype=E4M3) if kept else None, persistent=False)
         scales = empty(*experts, rows, 1, dtype=torch.float32) if kept else None
         self.register_buffer("scales", scales, persistent=False)
@@ -191,7 +205,7 @@ class Fp8Matrix(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x · Wᵀ + b, `[..., O]`, of `[..., C]`, `[O, C]` and `[O]`."""
         form = self.rows, self.scales, self.columns
-        out: Tensor = _Product.apply(x, weight, *form, None, rows_in_fp8)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x, weight, *form, None, rows_in_fp8, self.cut)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
 
     def stack(self, weight: Tensor) -> InFp8:
@@ -203,7 +217,7 @@ class Fp8Matrix(nn.Module):
     def take(self, weight: Tensor) -> None:
         """Makes the fp8 form of the step's weights `[..., O, C]`, once."""
         if self.due:
-            rows, scales = rows_in_fp8(weight)
+            rows, scales = rows_in_fp8(weight, ranks=self.cut.inputs)
             self.rows.copy_(rows)  # type: ignore[operator]
             self.scales.copy_(scales)  # type: ignore[operator]
             self.columns.copy_(rows.mT)  # type: ignore[operator]
@@ -231,7 +245,7 @@ def compute_in_fp8(stage: nn.Module, job: Job, *, kept: bool) -> None:
             what = f"train.precision fp8: layer {index}, a {type(block).__name__}, has no nn.Linear whose widths are "
             raise RayppError(f"{what}multiples of {FP8_WIDTH}", "use train.precision bf16")
         for part in parts:
-            part.fp8 = Fp8Matrix(part.weight, kept=kept)  # type: ignore[arg-type]
+            part.fp8 = Fp8Matrix(weight_here(part), kept=kept, cut=part.cut)  # type: ignore[arg-type]
         for stack in experts_in_fp8(job, int(index)):
             inside, _, name = stack.name.rpartition(".")
             experts, cast = block.get_submodule(inside), fused_rows() if job.train.compiles else rows_in_fp8
@@ -245,4 +259,4 @@ def compute_in_fp8(stage: nn.Module, job: Job, *, kept: bool) -> None:
 def _take_weights(parts: Sequence[Any], _block: nn.Module, _arguments: Any) -> None:
     """Makes what the matrices of a block keep of the step's weights in fp8."""
     for part in parts:
-        part.fp8.take(part.weight)
+        part.fp8.take(weight_here(part))

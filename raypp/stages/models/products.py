@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raypp.stages.models.grouped_products import grouped_gradient, grouped_mm
 from raypp.stages.models.recomputed import is_plain, product
-from raypp.stages.models.tensor_ranks import weight_here
+from raypp.stages.models.tensor_ranks import WHOLE, MatrixCut, weight_here
 
 
 class LaterGradients:
@@ -85,6 +85,8 @@ class Projection(nn.Linear):
     adds_bias = True
     rows_here: list[range] | None = None
     """The rows that this rank of a tp group computes with; None: all it has."""
+    cut: MatrixCut = WHOLE
+    """What products in fp8 need to know of the other ranks."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)

@@ -30,7 +30,7 @@ from raypp.job.precision import FP32, Dtype
 from raypp.stages.models.fp8 import frozen_product, fused_rows, rows_in_fp8
 from raypp.stages.models.grouped_products import grouped_mm
 from raypp.stages.models.quantised_rows import dequantise_rows, fp8_parts, quantise_rows
-from raypp.stages.models.tensor_ranks import weight_here
+from raypp.stages.models.tensor_ranks import WHOLE, MatrixCut, weight_here
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,13 @@ class Format:
         stored = (*shape[:-1], row_bytes(self.base, self.width))
         return nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
 
-    def product(self, x: Tensor, stored: Tensor, ends: Tensor | None = None, first: int = 0) -> Tensor:
+    def product(
+        self, x: Tensor, stored: Tensor, ends: Tensor | None = None, first: int = 0, cut: MatrixCut = WHOLE
+    ) -> Tensor:
         """Multiplies `[..., C]` by the matrix whose bytes are given: `[..., O]`; see `_product`."""
         if self.cast is not None:
-            return frozen_product(x, *fp8_parts(stored.to(torch.uint8), self.width), ends, self.cast)
+            rows, scales = fp8_parts(stored.to(torch.uint8), self.width)
+            return frozen_product(x, rows[..., first : first + x.shape[-1]], scales, ends, self.cast, cut)
         return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed, first))
 
 
@@ -181,6 +184,7 @@ class QuantisedLinear(nn.Module):
         self.format = Format(base, in_features, cast=rows_in_fp8 if base == "fp8" else None)
         self.formats = {"weight": self.format}
         self.columns: range | None = None
+        self.cut = WHOLE
         self.rows_here: list[range] | None = None
         self.adds_bias = True
         self.weight = self.format.empty((out_features, in_features))
@@ -188,7 +192,8 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
-        out = self.format.product(x, weight_here(self), first=0 if self.columns is None else self.columns.start)
+        first = 0 if self.columns is None else self.columns.start
+        out = self.format.product(x, weight_here(self), first=first, cut=self.cut)
         return out if self.bias is None or not self.adds_bias else out + weight_here(self, "bias")
 
 

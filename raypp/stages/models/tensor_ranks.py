@@ -10,6 +10,7 @@ of a rank, s tokens of a chunk.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,6 +152,39 @@ def tokens_whole(stages: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for ranks in found:
             ranks.whole = False
+
+
+@dataclass(frozen=True)
+class MatrixCut:
+    """How the ranks of a tp group share a product with a matrix `[O, C]`. By default they do not.
+
+    Attributes:
+        inputs: They have parts of its columns, and of each row of the input.
+        gradients: They have some of its rows, and parts of each row of the gradient.
+        rows: O.
+        shared: If several ranks compute with the same rows: those of this rank, in their order, and
+            whether it is the first that has them.
+    """
+
+    inputs: TensorRanks | None = None
+    gradients: TensorRanks | None = None
+    rows: int = 0
+    shared: tuple[tuple[int, int, bool], ...] = ()
+
+    def once(self, grad_No: Tensor) -> Tensor:
+        """Returns a gradient of this rank's rows, `[N, o]`. Of shared ones the first rank gets what
+        all have, the others zeros: a sum of rounded parts is not the rounded sum."""
+        if self.gradients is None or not self.shared:
+            return grad_No
+        whole_NO, first = grad_No.new_zeros(len(grad_No), self.rows), 0
+        for start, stop, _ in self.shared:
+            whole_NO[:, start:stop] = grad_No[:, first : first + stop - start]
+            first += stop - start
+        self.gradients.summed(whole_NO)
+        return torch.cat([whole_NO[:, start:stop] * mine for start, stop, mine in self.shared], dim=1)
+
+
+WHOLE = MatrixCut()
 
 
 def weight_here(module: nn.Module, name: str = "weight") -> Tensor:

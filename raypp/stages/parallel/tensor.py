@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from raypp.job.family import Weight
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES
 from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts
@@ -26,7 +27,7 @@ from raypp.stages.models.lora import extend
 from raypp.stages.models.products import Lookup
 from raypp.stages.models.recomputed import is_plain, product
 from raypp.stages.models.stage import DecoderStage
-from raypp.stages.models.tensor_ranks import TensorRanks, weight_here
+from raypp.stages.models.tensor_ranks import MatrixCut, TensorRanks, weight_here
 from raypp.stages.parallel.shard import local_part, zero_gradient
 
 TP = "tp"
@@ -51,11 +52,13 @@ def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
         for weight in weights:
             inside, _, name = weight.name.rpartition(".")
             module, dim = layer.get_submodule(inside), cut_dim(options, index, weight, tp.size())
+            unit = own.dim_per_head if weight.part == "attention" else 1
+            if name == "weight" and hasattr(module, "cut"):
+                module.cut = _cut(weight, ranks, repeated, unit)  # type: ignore[assignment]
             if inside in back:
                 _keep_columns(module, name, tp, dim, ranks)
                 _extend(module, _IntoResidual, ranks)
             elif weight.joins:
-                unit = own.dim_per_head if weight.part == "attention" else 1
                 _keep_rows(module, name, tp, dim, _rows(weight.joins, ranks, repeated, unit))
                 if weight.part == "norm" and isinstance(module, RMSNorm):
                     _extend(module, _NormOverRanks, ranks)
@@ -85,6 +88,19 @@ def _rows(joined: Sequence[int], ranks: TensorRanks, repeated: int, unit: int) -
         rows.append(range(first + part.start, first + part.stop))
         first += length
     return rows
+
+
+def _cut(weight: Weight, ranks: TensorRanks, repeated: int, unit: int) -> MatrixCut:
+    """Returns how ranks share a matrix; the rest is as of `_rows`. Nothing declared: each computes
+    all of it, with the gradient of its heads."""
+    if weight.residual:
+        return MatrixCut(inputs=ranks)
+    alike = [ranks.size * unit // length if unit > 1 and length == repeated else 1 for length in weight.joins]
+    rows = _rows(weight.joins, ranks, repeated, unit)
+    if not weight.joins:
+        alike, rows = [ranks.size], [range(weight.shape[0])]
+    shared = tuple((one.start, one.stop, ranks.rank % count == 0) for one, count in zip(rows, alike, strict=True))
+    return MatrixCut(gradients=ranks, rows=weight.shape[0], shared=shared if max(alike) > 1 else ())
 
 
 def _extend(module: nn.Module, mixin: Any, ranks: TensorRanks) -> None:

@@ -44,6 +44,32 @@ def test_a_row_has_its_own_scale_whatever_is_beside_it() -> None:
     assert rounded(x)[4].isnan().any() and rounded(x)[[0, 1, 2, 3, 5]].isfinite().all()
 
 
+class Parts:
+    """Stands for ranks: a maximum of what all have given, which passes over NaN, as gloo's may."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def largest(self, values: Tensor) -> Tensor:
+        self.given.append(values)
+        return torch.stack(self.given).nan_to_num(nan=0, posinf=torch.inf).amax(0)
+
+
+def test_parts_of_a_row_have_its_scale_and_a_number_that_is_not_finite_reaches_all() -> None:
+    x, ranks = random(8, 64), Parts()
+    x[1, 3], x[2, 40], x[3, 0] = torch.nan, torch.nan, torch.inf
+    for _ in range(2):
+        parts = [rows_in_fp8(half, ranks=ranks) for half in x.chunk(2, dim=1)]  # type: ignore[arg-type]
+    whole, scales = rows_in_fp8(x)
+    finite = [0, 4, 5, 6, 7]
+    assert torch.equal(torch.cat([values.float() for values, _ in parts], dim=1)[finite], whole.float()[finite])
+    for values, scale in parts:
+        assert torch.equal(scale[finite], scales[finite])
+        assert (values.float().sum(1, keepdim=True) * scale).isnan().squeeze(1).tolist() == [
+            i not in finite for i in range(8)
+        ]
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_forward_and_gradient_of_the_input_are_rounded_and_that_of_the_matrix_is_not(kept: bool) -> None:
     x, weight, gradient = (
@@ -78,10 +104,10 @@ def test_the_compiler_sees_all_of_a_product_and_changes_no_bit() -> None:
     matrix = product(weight, kept=True)
 
     def block(x: Tensor) -> Tensor:
-        return matrix(F.silu(x), weight)
+        return matrix(F.silu(x), weight) + matrix(x, weight)
 
     results = []
-    for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+    for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)):
         x.grad = weight.grad = None
         out = function(x)
         out.backward(torch.ones_like(out))

@@ -24,6 +24,8 @@ def job_of(precision: str = "fp8", *, lora: dict[str, Any] | None = None, **sect
 
 
 ODD = {"model": {"ffn_size": 14340}}
+CUT: dict[str, Any] = {"model": {"ffn_size": 14352}, "mesh": {"tp": 2}}
+CUT_BASE = {**CUT, "model": {"kind": "phi3", "ffn_size": 14344}, "lora": {"base": "fp8"}, "precision": "bf16"}
 EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 1536}
 STACKS = 8 * 3 * 4096 * 1536
 
@@ -46,6 +48,8 @@ STACKS = 8 * 3 * 4096 * 1536
             {"model": EXPERTS, "lora": {"base": "nf4"}, "precision": "bf16", "train": {"fp8": {"experts": True}}},
         ),
         ("model.lora.base", "is 14340 × 4096 | use int8", {**ODD, "lora": {"base": "fp8"}}),
+        ("mesh.tp", "multiples of 16, but model.layers.1.mlp.gate_proj.weight is 7176 × 4096 on each | use fewer", CUT),
+        ("mesh.tp", "model.layers.0.mlp.down_proj.weight is 4096 × 7172 on each | use fewer", CUT_BASE),
     ],
 )
 def test_what_stands_against_fp8_is_named_with_its_key(key: str, words: str, sections: dict[str, Any]) -> None:
@@ -63,6 +67,9 @@ def test_a_rank_keeps_two_bytes_for_each_weight_in_fp8_unless_weights_are_freed(
     more = [fp8 - bf16 for fp8, bf16 in zip(weights("fp8"), weights("bf16"), strict=True)]
     assert more == [2 * 3 * MATRICES] * 2  # of four layers, one is beside an end
     assert weights("fp8", reshard_after_forward=True) == weights("bf16", reshard_after_forward=True)
+    for kind, tp in (("llama", 2), ("phi3", 4)):  # phi3's are whole on each rank, not their form
+        both = (weights(precision, kind, tp=tp) for precision in ("fp8", "bf16"))
+        assert [fp8 - bf16 for fp8, bf16 in zip(*both, strict=True)] == [2 * 3 * MATRICES // tp] * 2
     norms = 2 * 3 * 2 * 4096  # of an own model all of a layer counts
     assert [more - norms for more in weights("fp8", kind="own_models:tiny")] == weights("fp8")
 
