@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from raypp.job.family import Shape, Weight
-from raypp.job.layer_rules import DeltaRule
+from raypp.job.layer_rules import DeltaRule, ShortConvolution
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
 
 _Part = Literal["attention", "feed_forward"]
@@ -37,11 +37,13 @@ class Layer:
     """A decoder layer. The defaults are those of Llama without biases.
 
     `stage_ends` of the options says which class the norms have, `attention_rule` whether attention
-    has sinks, `delta_rule` whether there is a gated delta rule instead of attention.
+    has sinks, `state_rule` whether there is something else instead of attention.
 
     Attributes:
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
         whole_norms: Queries and keys are normalised over all heads together.
+        head_norm_names: The family's names of these norms, of queries and keys.
+        out_name: Its name of the projection of attention's output.
         latent: Keys and values come from a latent (`LatentOptions`).
         fused_qkv: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
         output_gate: Attention's output is multiplied by the sigmoid of a gate, which `q_proj`
@@ -56,7 +58,8 @@ class Layer:
             and up. `plain`: without a gate, with GELU. `experts`; `joined`: experts whose stacks
             are one tensor in the files, gate and up together; `clamped`: those of gpt-oss.
         mlp_bias: The projections of a gated or plain feed-forward block have biases.
-        experts: The family's names for the stacked gate, up and down matrices.
+        matrices: The family's names of the gate, up and down matrices of a gated feed-forward
+            block, or of experts' stacks.
         shared: Inner width of the expert that all tokens share; None: there is none.
         shared_gate: Its output is multiplied by a gate.
         router: How experts are scored.
@@ -66,6 +69,8 @@ class Layer:
     out_bias: bool = False
     head_norms: bool = False
     whole_norms: bool = False
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    out_name: str = "o_proj"
     latent: bool = False
     fused_qkv: bool = False
     output_gate: bool = False
@@ -78,7 +83,7 @@ class Layer:
     mlp_name: str = "mlp"
     mlp: Literal["gated", "gelu", "fused", "plain", "experts", "joined", "clamped"] = "gated"
     mlp_bias: bool = False
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: int | None = None
     shared_gate: bool = True
     router: Router = Router()
@@ -86,8 +91,10 @@ class Layer:
     def weights(self, options: Any, index: int) -> list[Weight]:
         """Returns the parameters of the layer with a global index, in export order."""
         attention: Iterator[Weight]
-        if (rule := options.delta_rule(index)) is not None:
+        if isinstance(rule := options.state_rule(index), DeltaRule):
             attention = _delta_rule(options, self, rule)
+        elif rule is not None:
+            attention = _convolution(options, rule)
         elif self.latent:
             attention = _latent_attention(options, self)
         else:
@@ -146,11 +153,11 @@ def _attention(options: DecoderOptions, layer: Layer, *, sinks: bool) -> Iterato
         parts = {"qkv_proj": sum(joins)}
     for name, rows in parts.items():
         yield from _linear(f"self_attn.{name}", rows, width, "attention", bias=layer.qkv_bias, joins=joins)
-    yield from _linear("self_attn.o_proj", width, queries, "attention", bias=layer.out_bias, residual=True)
+    yield from _linear(f"self_attn.{layer.out_name}", width, queries, "attention", bias=layer.out_bias, residual=True)
     if layer.head_norms or layer.whole_norms:
         whole = layer.whole_norms
-        yield from _norm(options, "self_attn.q_norm", queries if whole else head, (queries,) if whole else ())
-        yield from _norm(options, "self_attn.k_norm", keys if whole else head, (keys,) if whole else ())
+        for name, rows in zip(layer.head_norm_names, (queries, keys), strict=True):
+            yield from _norm(options, f"self_attn.{name}", rows if whole else head, (rows,) if whole else ())
     if sinks:
         heads = (options.num_heads,)
         yield Weight("self_attn.sinks", heads, "attention", initial=0.0, joins=heads)
@@ -175,6 +182,14 @@ def _delta_rule(options: DecoderOptions, layer: Layer, rule: DeltaRule) -> Itera
         yield from _linear(f"linear_attn.{name}", rows, options.hidden_size, "attention", joins=joins)
     yield Weight("linear_attn.norm.weight", (rule.value_dim,), "norm")
     yield from _linear("linear_attn.out_proj", options.hidden_size, rule.values, "attention", residual=True)
+
+
+def _convolution(options: DecoderOptions, rule: ShortConvolution) -> Iterator[Weight]:
+    """Yields the parameters of `raypp.stages.models.short_convolution.GatedConvolution`."""
+    width, channels = options.hidden_size, rule.channels
+    yield Weight("conv.conv.weight", (channels, 1, rule.kernel), "norm", fp32=True, joins=(channels,))
+    yield from _linear("conv.in_proj", 3 * channels, width, "attention", joins=(channels,) * 3)
+    yield from _linear("conv.out_proj", width, channels, "attention", residual=True)
 
 
 def _latent_attention(options: LatentOptions, layer: Layer) -> Iterator[Weight]:
@@ -202,7 +217,8 @@ def _feed_forward(options: DecoderOptions, layer: Layer) -> Iterator[Weight]:
     elif layer.mlp == "plain":
         into, back = {"c_fc": inner}, "c_proj"
     else:
-        into, back = {"gate_proj": inner, "up_proj": inner}, "down_proj"
+        gate, up, back = layer.matrices
+        into = {gate: inner, up: inner}
     joins = (inner, inner) if layer.mlp == "fused" else ()
     yield from _projections(layer.mlp_name, into, back, width, inner, bias=layer.mlp_bias, joins=joins)
 
@@ -228,7 +244,7 @@ def _experts(options: MoeOptions, layer: Layer) -> Iterator[Weight]:
         yield Weight(f"{stacks}_down_proj", (count, inner, width), "experts", residual=True, transposed=True)
         yield Weight(f"{stacks}_down_proj_bias", (count, width), "experts", initial=0.0)
         return
-    gate, up, down = (f"{layer.mlp_name}.experts.{name}" for name in layer.experts)
+    gate, up, down = (f"{layer.mlp_name}.experts.{name}" for name in layer.matrices)
     yield from _linear(f"{layer.mlp_name}.gate", count, width, "feed_forward")
     if layer.router.bias is not None:
         name, shape = layer.router.bias

@@ -106,8 +106,8 @@ class HfFormat:
         architecture: The model class in transformers.
         sizes: Fields of the `model:` section and their keys, which are required.
         settings: Fields and their keys, which are optional.
-        newer: Keys of `sizes` that transformers 5 writes under other names. Export writes those of
-            `sizes`, which it reads, too.
+        newer: Keys of `sizes` and `settings` that files may have under other names, which count if
+            both are there. Export writes the former.
         rope_types: Types of layers that have parameters of their own in `rope_parameters`, and the
             keys of their bases that transformers 4 has. Only those of `rope_theta` are scaled.
         rope_keys: Keys of the rotary scaling that `read` and `write` translate.
@@ -206,8 +206,8 @@ def embedding(options: DecoderOptions) -> Weight:
 def final_norm(options: DecoderOptions) -> list[Weight]:
     """Returns the gain of the norm before the projection, and its bias if it has one."""
     ends, shape = options.stage_ends(), (options.hidden_size,)
-    weights = [Weight("model.norm.weight", shape, "norm", initial=0.0 if ends.gain_from_zero else None)]
-    return [*weights, Weight("model.norm.bias", shape, "norm")] if ends.layer_norm else weights
+    weights = [Weight(f"model.{ends.norm_name}.weight", shape, "norm", initial=0.0 if ends.gain_from_zero else None)]
+    return [*weights, Weight(f"model.{ends.norm_name}.bias", shape, "norm")] if ends.layer_norm else weights
 
 
 def projection(options: DecoderOptions) -> Weight:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from raypp.job import limits
-from raypp.job.layer_rules import NO_RULE, AttentionRule, DeltaRule
+from raypp.job.layer_rules import NO_RULE, AttentionRule, StateRule
 from raypp.job.precision import DtypeName
 from raypp.job.rope import RopeOptions
 from raypp.job.section import Section
@@ -26,6 +26,7 @@ class StageEnds:
         logit_divisor: Logits are divided by it.
         gain_from_zero: Norms multiply by 1 + weight.
         layer_norm: Norms are LayerNorm with biases.
+        norm_name: The family's name of the norm before the projection.
     """
 
     embedding_factor: float = 1.0
@@ -33,6 +34,7 @@ class StageEnds:
     logit_divisor: float = 1.0
     gain_from_zero: bool = False
     layer_norm: bool = False
+    norm_name: str = "norm"
 
 
 def _words(value: Any) -> Any:
@@ -151,8 +153,8 @@ class DecoderOptions(Section):
         """Returns the attention rule of the layer with a global index."""
         return NO_RULE
 
-    def delta_rule(self, index: int) -> DeltaRule | None:
-        """Returns the delta rule that a layer has instead of attention; None: it has attention."""
+    def state_rule(self, index: int) -> StateRule | None:
+        """Returns what a layer has instead of attention; None: it has attention."""
         return None
 
     @property
@@ -171,6 +173,13 @@ class DecoderOptions(Section):
     def stage_ends(self) -> StageEnds:
         """Returns how the family's first and last stage differ from a plain decoder's."""
         return StageEnds()
+
+    @model_validator(mode="after")
+    def _one_type_per_layer(self) -> Self:
+        kinds = getattr(self, "layer_types", None) if "layer_types" in type(self).model_fields else None
+        if kinds is not None and len(kinds) != self.num_layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for num_layers {self.num_layers}")
+        return self
 
 
 class LatentOptions(DecoderOptions):
@@ -238,12 +247,6 @@ class WindowOptions(DecoderOptions):
 
     def attention_rule(self, index: int) -> AttentionRule:
         return AttentionRule(window=self.sliding_window if self.slides(index) else None)
-
-    @model_validator(mode="after")
-    def _one_type_per_layer(self) -> Self:
-        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
-        return self
 
 
 class MoeOptions(DecoderOptions):

@@ -68,7 +68,8 @@ def cut_dim(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int |
 def computed_by_all(model: DecoderOptions, index: int, weight: Weight) -> bool:
     """Whether the ranks of a tp group compute the block of a weight together."""
     layer, block = counted_family(model).layer(model, index), weight.name.partition(".")[0]
-    return block in ("self_attn", "linear_attn") or (block == layer.mlp_name and not layer.routes)
+    mixer = "self_attn" if (rule := model.state_rule(index)) is None else rule.block
+    return block == mixer or (block == layer.mlp_name and not layer.routes)
 
 
 def _part(weight: Weight, dim: int | None, tp: int) -> Weight:

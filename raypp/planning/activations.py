@@ -59,8 +59,8 @@ class _Widths:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """The values per token of attention or a delta rule: what a forward keeps, with "selective" and
-    without recomputation, and what is between the halves of a backward."""
+    """The values per token of attention, or of what is instead: what a forward keeps, with
+    "selective" and without recomputation, and what is between the halves of a backward."""
 
     selective: int
     all: int
@@ -69,23 +69,20 @@ class _Mixed:
 
 def _mixed(model: DecoderOptions, index: int, wide: int, tp: int) -> _Mixed:
     """Returns the values of a layer's token mixing; `wide` values of the compute dtype are one in
-    fp32. A delta rule keeps its inputs only. Its gated norm is in fp32. `tp`: ranks that divide the
-    heads."""
-    if (rule := model.delta_rule(index)) is not None:
-        product = (rule.channels + 2 * rule.values + 2 * rule.value_heads) // tp
-        kept = 2 * rule.channels + (3 + 3 * wide) * rule.values + (1 + 3 * wide) * rule.value_heads
-        return _Mixed(product, kept // tp, product)
+    fp32. `tp`: ranks that divide the heads."""
+    if (rule := model.state_rule(index)) is not None:
+        return _Mixed(*(count // tp for count in rule.kept(wide)))
     queries, keys = model.num_heads // tp * model.dim_per_head, key_heads(model, tp) * model.dim_per_head
     both = 2 * queries + 2 * keys
-    gate = queries if any(map(model.delta_rule, range(model.num_layers))) else 0  # attention's, in these families
+    gate = queries if counted_family(model).layer(model, index).output_gate else 0
     return _Mixed(both + gate, both + 2 * gate, both + gate)
 
 
 @lru_cache(maxsize=1024)
 def _kinds(model: DecoderOptions, layers: range) -> Mapping[int, int]:
-    """Returns how many of some layers mix tokens by attention, and by each delta rule: by the first
+    """Returns how many of some layers mix tokens by attention, and by each other rule: by the first
     layer of the model that does."""
-    rules = list(map(model.delta_rule, range(model.num_layers)))
+    rules = list(map(model.state_rule, range(model.num_layers)))
     return Counter(rules.index(rules[index]) for index in layers)
 
 
@@ -115,12 +112,14 @@ def _widths(job: Job, index: int) -> _Widths:
 
 @lru_cache(maxsize=64)
 def _normed(model: DecoderOptions, index: int) -> int:
-    """Returns the widths of what the norms of a layer take, but for a delta rule's own."""
-    known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
-    family = counted_family(model)
-    norms = [
-        weight for weight in family.weights(model, index) if weight.part == "norm" and "linear_attn" not in weight.name
-    ]
+    """Returns the widths of what the norms of a layer take, but for those within what is instead of
+    attention."""
+    family, rule = counted_family(model), model.state_rule(index)
+    queries, keys = family.layer(model, index).head_norm_names
+    known = {queries: model.num_heads * model.dim_per_head, keys: model.kv_heads * model.dim_per_head}
+    norms = [weight for weight in family.weights(model, index) if weight.part == "norm"]
+    if rule is not None:
+        norms = [weight for weight in norms if not weight.name.startswith(f"{rule.block}.")]
     widths = {weight.name.rpartition(".")[0]: weight.shape[0] for weight in norms}
     return sum(known.get(name.rpartition(".")[2], width) for name, width in widths.items())
 
@@ -234,13 +233,13 @@ def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     and within its feed-forward block, and what the layer recomputes. In the block, that of the
     activation, or with a gate those of both factors of the product, whose own memory is free by
     then; on CPUs one is in holes of the heap. An adapted matrix gives two gradients of its input,
-    and their sum is a third tensor. Or what a delta rule computes again, beside what the layer
-    did. The ranks of a tp group gather the gradient of the output."""
+    and their sum is a third tensor. Or what is computed again instead of attention, beside what the
+    layer did. The ranks of a tp group gather the gradient of the output."""
     size, found = job.train.dtypes.compute.bytes, []
     gradients = 2 if kind == "cuda" and _gated(job.model) else 1
     gradients = gradients if job.model.lora is None else 3
     for index in _kinds(job.model, range(job.model.num_layers)):
-        w, rule = _widths(job, index), job.model.delta_rule(index)
+        w, rule = _widths(job, index), job.model.state_rule(index)
         recomputed = size * (_everything(job, w, kind) - layer_activation_numbers(job, index, kind))
         output = w.residual + (w.between if job.mesh.tp > 1 else 0)
         found.append(size * (output + gradients * w.inner) + recomputed)

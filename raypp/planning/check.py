@@ -224,8 +224,8 @@ def _context(job: Job) -> Iterator[Problem]:
         fault = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", fault, f"use {multiple + 1}, or mesh.cp_style ulysses")
     parts = 2 if mesh.cp_style == "ring" else 1
-    rules = filter(None, map(job.model.delta_rule, range(job.model.num_layers)))
-    reach = max((rule.kernel - 1 for rule in rules), default=0)
+    rules = map(job.model.state_rule, range(job.model.num_layers))
+    reach = max((rule.kernel - 1 for rule in rules if rule is not None), default=0)
     if multiple < parts * reach:
         fault = f"{multiple} allows parts of rows of {multiple // parts} tokens on a rank (mesh.cp), but the "
         fault += f"convolution of {job.model.kind} reads {reach} tokens of the part before"
@@ -237,8 +237,9 @@ def _tensor(job: Job) -> Iterator[Problem]:
     model, tp, family = job.model, job.mesh.tp, family_of(job.model)
     indices = range(model.num_layers) if family is not None else range(0)
     layers = [] if family is None else [(family.layer(model, index), model.of_layer(index)) for index in indices]
-    rules = [rule for index in indices if (rule := model.delta_rule(index)) is not None]
-    sizes = {("model.num_heads", model.num_heads), *(("model.linear_num_key_heads", rule.key_heads) for rule in rules)}
+    rules = [rule for index in indices if (rule := model.state_rule(index)) is not None]
+    sizes = {("model.num_heads", model.num_heads)}
+    sizes |= {(f"model.{key}", size) for rule in rules for key, size in rule.divided.items()}
     sizes |= {("model.ffn_size", own.ffn_size) for layer, own in layers if not layer.routes}
     whole = any(layer.whole_norms for layer, _ in layers)  # of all heads, of which each rank then has its own
     keys = {own.kv_heads for _, own in layers}

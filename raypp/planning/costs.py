@@ -407,13 +407,13 @@ def dequantise_seconds(job: Job, device: Device) -> float:
 def context_bytes(job: Job) -> float:
     """Returns the bytes that a cp rank sends in an average layer's forward of one microbatch. Ring:
     keys and values circulate, (cp - 1) / cp of them past every rank. Ulysses: queries, keys, values
-    and the result are exchanged. Delta rule: every rank gets of every part what it does to a state,
-    in fp32, and its last tokens before the convolution."""
+    and the result are exchanged. Without attention every rank gets of every part what it does to a
+    state, in fp32, and its last tokens before the convolution."""
     cp, rows, number = job.mesh.cp, job.train.micro_batch_size, job.train.dtypes.compute.bytes
     ring, moved = job.mesh.cp_style == "ring", 0.0
     for rule, queries, keys in mixers(job.model):
         if rule is not None:
-            state = rule.value_heads * rule.key_dim * (rule.key_dim + rule.value_dim) * FP32.bytes
+            state = rule.change * FP32.bytes
             last = (rule.kernel - 1) * rule.channels * number
             moved += (cp - 1) * rows * (2 if ring else 1) * (state + last)
         else:

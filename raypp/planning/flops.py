@@ -31,7 +31,7 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
 
 def attention_flops(model: DecoderOptions, seq_len: int) -> float:
-    """Returns those of its attention, or of the delta rule that is in its place."""
+    """Returns those of its attention, or of what is in its place."""
     layers = zip(mixers(model), _seen(model, seq_len), strict=True)
     each = (4.0 * keys * queries if rule is None else rule.flops(seq_len) for (rule, queries, _), keys in layers)
     return sum(each) / model.num_layers
@@ -39,7 +39,7 @@ def attention_flops(model: DecoderOptions, seq_len: int) -> float:
 
 @lru_cache(maxsize=64)
 def _seen(model: DecoderOptions, seq_len: int) -> tuple[float, ...]:
-    """Returns how many keys a query of a row reads on average, in each layer; 0 by a delta rule."""
+    """Returns how many keys a query of a row reads on average, by layer; 0 without attention."""
     windows = (model.attention_rule(index).window for index in range(model.num_layers))
     seen = (seq_len if window is None else min(window, seq_len) for window in windows)
     attends = (rule is None for rule, _, _ in mixers(model))

@@ -15,7 +15,7 @@ from typing import Any
 
 from raypp.job.family import Weight, embedding, final_norm, projection
 from raypp.job.known_families import counted_family, family_of
-from raypp.job.layer_rules import DeltaRule
+from raypp.job.layer_rules import StateRule
 from raypp.job.lora import Adapter, also_trained, is_norm, layer_adapters, trains_part
 from raypp.job.models import DecoderOptions
 from raypp.job.tensor_parts import adapters_on_rank, end_on_rank, layer_on_rank
@@ -116,11 +116,11 @@ class ModelSizes:
 
 
 @lru_cache(maxsize=64)
-def mixers(model: DecoderOptions) -> tuple[tuple[DeltaRule | None, int, int], ...]:
-    """Returns each layer's delta rule, if any, and the widths of its query and key heads."""
+def mixers(model: DecoderOptions) -> tuple[tuple[StateRule | None, int, int], ...]:
+    """Returns what each layer has instead of attention, and the widths of query and key heads."""
     sized = [(index, model.of_layer(index)) for index in range(model.num_layers)]
     return tuple(
-        (model.delta_rule(index), own.num_heads * own.dim_per_head, own.kv_heads * own.dim_per_head)
+        (model.state_rule(index), own.num_heads * own.dim_per_head, own.kv_heads * own.dim_per_head)
         for index, own in sized
     )
 

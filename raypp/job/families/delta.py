@@ -36,7 +36,7 @@ class DeltaOptions(PartialRotaryOptions):
     rotary_share: float = Field(default=0.25, gt=0, le=1)
     """Share of each head's dims that have the rotary encoding."""
 
-    def delta_rule(self, index: int) -> DeltaRule | None:
+    def state_rule(self, index: int) -> DeltaRule | None:
         full = (index + 1) % _EVERY == 0 if self.layer_types is None else self.layer_types[index] == FULL
         heads = self.linear_num_key_heads, self.linear_num_value_heads
         dims = self.linear_key_head_dim, self.linear_value_head_dim
@@ -46,9 +46,7 @@ class DeltaOptions(PartialRotaryOptions):
         return StageEnds(gain_from_zero=True)
 
     @model_validator(mode="after")
-    def _layers_and_heads_fit(self) -> Self:
-        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
+    def _heads_fit(self) -> Self:
         if self.linear_num_value_heads % self.linear_num_key_heads:
             fault = f"cannot be split evenly over linear_num_key_heads {self.linear_num_key_heads}"
             raise ValueError(f"linear_num_value_heads {self.linear_num_value_heads} {fault}")
@@ -56,7 +54,7 @@ class DeltaOptions(PartialRotaryOptions):
 
 
 def rotary(options: DeltaOptions, index: int) -> Rotary | None:
-    return None if options.delta_rule(index) is not None else partial_rotary(options, index)
+    return None if options.state_rule(index) is not None else partial_rotary(options, index)
 
 
 def layer(options: DeltaOptions, **other: Any) -> Layer:
@@ -72,7 +70,7 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def write(options: DeltaOptions) -> dict[str, Any]:
-    kinds = (options.delta_rule(index) for index in range(options.num_layers))
+    kinds = (options.state_rule(index) for index in range(options.num_layers))
     return {"layer_types": [FULL if kind is None else LINEAR for kind in kinds]}
 
 

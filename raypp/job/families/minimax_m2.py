@@ -18,7 +18,7 @@ def layer(options: MiniMaxM2Options, index: int) -> Layer:
         whole_norms=True,
         mlp_name="block_sparse_moe",
         mlp="experts",
-        experts=("w1", "w3", "w2"),
+        matrices=("w1", "w3", "w2"),
         router=Router(sigmoid=True, bias=("e_score_correction_bias", (options.num_experts,))),
     )
 

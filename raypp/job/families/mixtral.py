@@ -13,7 +13,7 @@ class MixtralOptions(OneWindowOptions, MoeOptions):
 FAMILY = Family(
     name="mixtral",
     summary="Mixtral 8x7B, 8x22B: Llama with experts",
-    layer=lambda options, index: Layer(mlp_name="block_sparse_moe", mlp="experts", experts=("w1", "w3", "w2")),
+    layer=lambda options, index: Layer(mlp_name="block_sparse_moe", mlp="experts", matrices=("w1", "w3", "w2")),
     hf=HfFormat(
         "mixtral",
         "MixtralForCausalLM",

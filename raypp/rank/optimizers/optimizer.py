@@ -48,7 +48,7 @@ def bf16_weights(optimizer: torch.optim.Optimizer) -> Bf16Weights | None:
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix or a stack of them. Biases of experts `[E, n]` are not, nor
     the weights of depthwise convolutions, `[C, 1, n]`."""
-    depthwise = name.endswith("conv1d.weight") and parameter.ndim > 1 and parameter.shape[1] == 1
+    depthwise = name.endswith(("conv1d.weight", "conv.weight")) and parameter.ndim > 1 and parameter.shape[1] == 1
     return parameter.ndim > 1 and not name.endswith("bias") and not depthwise
 
 

@@ -62,8 +62,7 @@ class GatedNorm(nn.Module):
 class GatedDeltaRule(nn.Module):
     """What a layer has instead of attention. `layer`: whether the projections are split."""
 
-    block_name = "linear_attn"
-    """Its name in a layer."""
+    block_name = DeltaRule.block
 
     def __init__(self, options: DecoderOptions, layer: Layer, rule: DeltaRule) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ def mixed_by_rule(
     states = None if documents.across is None else documents.across.states()
     lengths = documents.lengths if states is None else states.lengths
     before = None if states is None else states.before(mixed_SC, rule.kernel - 1)
-    convolved = _frugal(partial(convolution, lengths=tuple(lengths)), mixed_SC, weight_C1K, before)
+    convolved = frugal(partial(convolution, lengths=tuple(lengths)), mixed_SC, weight_C1K, before)
     q, k, v = torch.split(convolved, [rule.keys, rule.keys, rule.values], dim=-1)
     q, k, v = (
         part.view(len(part), heads, -1)
@@ -130,21 +129,26 @@ def mixed_by_rule(
     layout = _layout(tuple(lengths))
     starts = None
     if states is not None:
-        starts = states.starts(lambda: _frugal(partial(_summary, layout=layout), k, v, decay_SH, beta_SH))
+        starts = states.starts(lambda: frugal(partial(_summary, layout=layout), k, v, decay_SH, beta_SH))
     given = (q, k, v, decay_SH, beta_SH) if starts is None else (q, k, v, decay_SH, beta_SH, starts)
     if states is None:  # the states at the ends are not kept
-        only: Tensor = attention(partial(_frugal, lambda *inputs: _applied(*inputs, layout=layout)[0]), *given)
+        only: Tensor = attention(partial(frugal, lambda *inputs: _applied(*inputs, layout=layout)[0]), *given)
         return only
     out: Tensor
-    out, ends = attention(partial(_frugal, partial(_applied, layout=layout)), *given)
+    out, ends = attention(partial(frugal, partial(_applied, layout=layout)), *given)
     states.ended(ends)
     return out
 
 
 def convolution(
-    x_SC: Tensor, weight_C1K: Tensor, before_PkC: Tensor | None = None, *, lengths: Sequence[int]
+    x_SC: Tensor,
+    weight_C1K: Tensor,
+    before_PkC: Tensor | None = None,
+    *,
+    lengths: Sequence[int],
+    activation: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """Returns silu of the causal convolution of every piece, `[S, C]`.
+    """Returns the activation of the causal convolution of every piece, `[S, C]`.
 
     Args:
         x_SC: The pieces, end to end.
@@ -162,7 +166,7 @@ def convolution(
     for place in range(1, kernel):
         total = total + padded[place : place + count] * weights[place]
     sizes = [size for length in lengths for size in (length, kernel - 1)][:-1]
-    return F.silu(torch.cat(torch.split(total, sizes)[::2])).to(x_SC.dtype)
+    return activation(torch.cat(torch.split(total, sizes)[::2])).to(x_SC.dtype)
 
 
 class _Layout(NamedTuple):
@@ -335,7 +339,7 @@ def _reordered(x_P: Tensor, places: Sequence[int]) -> Tensor:
     return torch.stack([pieces[place] for place in places])
 
 
-def _frugal(compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
+def frugal(compute: Callable[..., Any], *inputs: Tensor | None) -> Any:
     """Returns `compute(*inputs)`, whose backward keeps the inputs and computes the rest again."""
     return _Frugal.apply(compute, *inputs)  # type: ignore[no-untyped-call]
 

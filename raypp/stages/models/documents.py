@@ -27,8 +27,9 @@ Move = Callable[[Tensor], Tensor]
 
 
 class StatesAcross(Protocol):
-    """What a layer with a state (`delta_rule`) gets of tokens that are not here. A layer calls each
-    method once, in this order. Over cp ranks all three are collective."""
+    """What a layer with a state (`state_rule`) gets of tokens that are not here. A layer calls each
+    method once, in this order, without `starts` if its last tokens are its state. Over cp ranks all
+    are collective."""
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -68,11 +68,10 @@ class Attention(nn.Module):
             self.q_proj = Projection(width, projected, bias=layer.qkv_bias)
             self.k_proj = Projection(width, keys, bias=layer.qkv_bias)
             self.v_proj = Projection(width, keys, bias=layer.qkv_bias)
-        self.o_proj = Projection(queries, width, bias=layer.out_bias)
-        self.q_norm = self.k_norm = None
+        self.add_module(layer.out_name, Projection(queries, width, bias=layer.out_bias))
         if layer.head_norms or layer.whole_norms:
-            self.q_norm = new_norm(options, queries if layer.whole_norms else head)
-            self.k_norm = new_norm(options, keys if layer.whole_norms else head)
+            for name, size in zip(layer.head_norm_names, (queries, keys), strict=True):
+                self.add_module(name, new_norm(options, size if layer.whole_norms else head))
 
     def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
         """Computes the attention of a microbatch `[B, T, C]`; returns the same shape. `rotary`: the
@@ -94,7 +93,7 @@ class Attention(nn.Module):
         sinks = None if self.sinks is None else weight_here(self, "sinks")
         out_SHD = packed_attention(q, k, v, documents, self.rule, sinks)
         out = out_SHD.reshape(*x_BTC.shape[:-1], -1)
-        attended: Tensor = self.o_proj(out if gate is None else out * torch.sigmoid(gate))
+        attended: Tensor = self.get_submodule(self.layer.out_name)(out if gate is None else out * torch.sigmoid(gate))
         return attended
 
     def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,9 +108,10 @@ class Attention(nn.Module):
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalises queries and keys `[..., width]` over the last dim, if this family does."""
-        if self.q_norm is None or self.k_norm is None:
+        if not self.layer.head_norms and not self.layer.whole_norms:
             return q, k
-        return self.q_norm(q), self.k_norm(k)
+        of_queries, of_keys = map(self.get_submodule, self.layer.head_norm_names)
+        return of_queries(q), of_keys(k)
 
 
 def in_halves(x_SHD: Tensor, width: int) -> Tensor:
@@ -124,17 +124,18 @@ class GatedFeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
 
     def __init__(
-        self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu, *, bias: bool = False
+        self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu, layer: Layer = PLAIN
     ) -> None:
         super().__init__()
-        self.activation = activation
-        self.gate_proj = Projection(width, inner, bias=bias)
-        self.up_proj = Projection(width, inner, bias=bias)
-        self.down_proj = Projection(inner, width, bias=bias)
+        self.activation, self.names = activation, layer.matrices
+        for name in self.names[:2]:
+            self.add_module(name, Projection(width, inner, bias=layer.mlp_bias))
+        self.add_module(self.names[2], Projection(inner, width, bias=layer.mlp_bias))
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
-        out: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        gate, up, down = map(self.get_submodule, self.names)
+        out: Tensor = down(self.activation(gate(x_BTC)) * up(x_BTC))
         return out
 
 
@@ -199,7 +200,7 @@ class DecoderLayer(nn.Module):
         mixer = self.get_submodule(self.mixer_name)
         attended = mixer(self._normed(before_attention, x_BTC), rotary, documents)
         x_BTC = x_BTC + self._scaled(self._normed(after_attention, attended))
-        fed = self.feed_forward(self._normed(before_mlp, x_BTC), labelled_BT)
+        fed = self.feed(self._normed(before_mlp, x_BTC), labelled_BT)
         return x_BTC + self._scaled(self._normed(after_mlp, fed))
 
     def _normed(self, name: str | None, x_BTC: Tensor) -> Tensor:
@@ -213,7 +214,7 @@ class DecoderLayer(nn.Module):
         """Returns what is added to the residual stream, `[B, T, C]`."""
         return x_BTC if self.layer.residual_scale == 1 else x_BTC * self.layer.residual_scale
 
-    def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
+    def feed(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         """Runs the feed-forward block: `[B, T, C]` to `[B, T, C]`. Layers with experts override it,
         because their losses need the tokens with a label, bool `[B, T]`."""
         out: Tensor = self.get_submodule(self.layer.mlp_name)(x_BTC)

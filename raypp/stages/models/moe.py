@@ -60,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         if layer.mlp == "joined":
             self.experts = JoinedExperts(*sizes)
         else:
-            self.experts = ClampedExperts(*sizes) if clamped else StackedExperts(*sizes, layer.experts)
+            self.experts = ClampedExperts(*sizes) if clamped else StackedExperts(*sizes, layer.matrices)
         self.shared_name = self.shared_expert_gate = None
         if layer.shared is not None:
             self.shared_name = layer.shared_name
@@ -255,7 +255,7 @@ class _AddLoss(torch.autograd.Function):
 class MoeDecoderLayer(DecoderLayer):
     """A decoder layer whose feed-forward block has experts."""
 
-    def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
+    def feed(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         """Runs the experts: `[B, T, C]` to `[B, T, C]`; tokens with a label, bool `[B, T]`."""
         out: Tensor = self.get_submodule(self.layer.mlp_name)(x_BTC, labelled_BT)
         return out

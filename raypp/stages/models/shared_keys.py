@@ -35,6 +35,10 @@ _gelu = partial(F.gelu, approximate="tanh")
 class SharingAttention(Attention):
     """Attention with normalised values, whose K and V may be those of another layer."""
 
+    o_proj: Projection
+    q_norm: nn.Module
+    k_norm: nn.Module | None
+
     def __init__(self, options: DecoderOptions, layer: Gemma4Layer, rule: AttentionRule) -> None:
         super().__init__(options, layer, rule)
         self.gives, self.eps = layer.gives, options.norm_eps
@@ -53,7 +57,6 @@ class SharingAttention(Attention):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Computes `[B, T, C]` of `[B, T, C]`; with K and V, if later layers take them. `k_SKD` and
         `v_SKD`, `[S, K, D]`, are those that this layer takes."""
-        assert self.q_norm is not None
         q = rotated(self.q_norm(self._heads(self.q_proj(x_BTC))), rotary)
         if k_SKD is None or v_SKD is None:
             assert self.k_proj is not None and self.k_norm is not None
@@ -150,7 +153,7 @@ class SharingLayer(DecoderLayer):
         attended = attention(self._normed(before_attention, x_BTC), rotary, documents, k_SKD, v_SKD)
         attended, *given = attended if self.layer.gives else (attended,)
         x_BTC = x_BTC + self._normed(after_attention, attended)
-        fed = self.feed_forward(self._normed(before_mlp, x_BTC), labelled_BT)
+        fed = self.feed(self._normed(before_mlp, x_BTC), labelled_BT)
         if self.layer.beside:
             fed = self.post_feedforward_layernorm_1(fed) + self.moe(x_BTC, labelled_BT)
         x_BTC = x_BTC + self._normed(after_mlp, fed)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.job.known_families import FAMILIES, MODELS, layer_rotary
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.models import DecoderOptions, LatentOptions, MoeOptions
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.layers import (
@@ -45,7 +46,7 @@ class Backbone(nn.Module):
         holds_matrix = first or (last and options.tie_embeddings)
         self.embed_tokens = Lookup(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
-        self.norm = new_norm(options, options.hidden_size) if last else None
+        self.add_module(options.stage_ends().norm_name, new_norm(options, options.hidden_size) if last else None)
 
 
 class DecoderStage(nn.Module):
@@ -112,12 +113,13 @@ class DecoderStage(nn.Module):
         tables = {rotary: rotary_table(positions_BT.flatten(), rotary, x.dtype, documents) for rotary in distinct}
         of_layers = [None if rotary is None else tables[rotary] for rotary in self._rotary.values()]
         x = self.run_layers(x, tokens, of_layers, documents, labelled_BT)
-        if self.model.norm is not None:
+        norm: nn.Module | None = getattr(self.model, self.ends.norm_name)
+        if norm is not None:
             if self.tensor is not None:
                 x = self.tensor.gathered(x)
             if last_B is not None:
                 x = x.gather(1, last_B[:, None, None].expand(-1, 1, x.shape[-1]))
-            x = self.model.norm(x)
+            x = norm(x)
             if self.ends.logit_divisor != 1:
                 x = x / self.ends.logit_divisor
             return self._logits(x) if targets is None else self._loss(x, targets)
@@ -214,10 +216,14 @@ def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
     """Builds the layer with a global index as its family declares it."""
     layer = FAMILIES[options.kind].layer(options, index)
     attention: nn.Module
-    if (delta := options.delta_rule(index)) is not None:
+    if isinstance(rule := options.state_rule(index), DeltaRule):
         from raypp.stages.models.delta_rule import GatedDeltaRule
 
-        attention = GatedDeltaRule(options, layer, delta)
+        attention = GatedDeltaRule(options, layer, rule)
+    elif rule is not None:
+        from raypp.stages.models.short_convolution import GatedConvolution
+
+        attention = GatedConvolution(options, rule)
     elif isinstance(options, LatentOptions):
         from raypp.stages.models.latent_attention import LatentAttention
 
@@ -235,7 +241,7 @@ def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
         mlp = PlainFeedForward(width, inner, bias=layer.mlp_bias)
     else:
         gelu = partial(F.gelu, approximate="tanh")
-        mlp = GatedFeedForward(width, inner, gelu if layer.mlp == "gelu" else F.silu, bias=layer.mlp_bias)
+        mlp = GatedFeedForward(width, inner, gelu if layer.mlp == "gelu" else F.silu, layer)
     return DecoderLayer(options, attention, mlp, layer)
 
 

@@ -271,12 +271,12 @@ def recompute_within_compiled_blocks(stage: nn.Module) -> None:
     what they compute is recomputed as in `recompute_blocks`.
 
     Raises:
-        RayppError: A block of an own model has no method `feed_forward`.
+        RayppError: A block of an own model has no method `feed`.
     """
     for block in _blocks(stage):
-        if not hasattr(block, "feed_forward"):
+        if not hasattr(block, "feed"):
             raise RayppError(
-                f"{type(block).__name__} has no method feed_forward, which train.activation_checkpointing selective "
+                f"{type(block).__name__} has no method feed, which train.activation_checkpointing selective "
                 "recomputes in compiled blocks",
                 "use train.activation_checkpointing full or none, or train.compile false",
             )
@@ -284,7 +284,7 @@ def recompute_within_compiled_blocks(stage: nn.Module) -> None:
         for part in experts:
             part.forward = recomputed(part.forward, keeps=True)
         if not experts:
-            block.feed_forward = _watched(block.feed_forward)
+            block.feed = _watched(block.feed)
 
 
 def _blocks(stage: nn.Module) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from raypp.job.family import Weight
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts
 from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.lora import extend
@@ -45,7 +46,7 @@ def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
     ranks = stage.tensor = TensorRanks(tp.get_group(), options.vocab_size)
     for name, layer in stage.model.layers.named_children():
         index, mixer = int(name), layer.get_submodule(str(layer.mixer_name))
-        rule, own = options.delta_rule(index), options.of_layer(index)
+        rule, own = options.state_rule(index), options.of_layer(index)
         repeated = own.kv_heads * own.dim_per_head if rule is None and own.kv_heads % tp.size() else 0
         weights = [one for one in family.weights(options, index) if computed_by_all(options, index, one)]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
@@ -67,7 +68,7 @@ def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
             _extend(block, _Gathering, ranks)
             trains = any(parameter.requires_grad for parameter in block.parameters())
             block.gathers_again = parts and trains and job.train.activation_checkpointing == "none"
-        if rule is not None:
+        if isinstance(rule, DeltaRule):
             heads = {name: getattr(rule, name) // tp.size() for name in ("key_heads", "value_heads")}
             mixer.rule = replace(rule, **heads)  # type: ignore[assignment]
     for end in (stage.model.embed_tokens, stage.lm_head):

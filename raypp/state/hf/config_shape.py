@@ -52,6 +52,10 @@ class _Config(TypedDict, total=False):
     layer_types: _Kinds | None
     mlp_only_layers: _Indices | None
     no_rope_layers: _Indices | None
+    full_attn_idxs: _Indices | None
+    block_multiple_of: _Interval
+    block_ffn_dim_multiplier: _Real | None
+    block_auto_adjust_ff_dim: bool
     no_rope_layer_interval: _Interval | None
     sliding_window_pattern: _Interval | None
     max_window_layers: _Whole | None

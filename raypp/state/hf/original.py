@@ -139,6 +139,7 @@ def exported_config(options: DecoderOptions, ours: dict[str, Any], context: int)
         changes["architectures"] = ours["architectures"]
     changes[family.hf.sizes["vocab_size"]] = options.vocab_size
     tied = family.hf.settings["tie_embeddings"]
+    tied = newer if (newer := family.hf.newer.get(tied)) in text else tied
     if text.get(tied, family.hf.defaults.get("tie_embeddings")) != options.tie_embeddings:
         changes[tied] = options.tie_embeddings
     fixed = options.rope is not None and options.rope.kind in CONTEXT_FIXING

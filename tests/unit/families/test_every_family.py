@@ -17,6 +17,7 @@ from raypp.cli.main import cli
 from raypp.errors import JobError
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES
+from raypp.job.layer_rules import DeltaRule
 from raypp.job.load import parse_job
 from raypp.job.models import DecoderOptions
 from raypp.planning.flops import attention_flops, flops_per_token, head_flops, layer_flops
@@ -118,12 +119,13 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
         logits.sum().backward()
     matrices, attention = of_operators(forward)
     back, _ = of_operators(backward)
-    per_layer, rules = layer_flops(options, sizes_of(options), tokens), [options.delta_rule(i) for i in range(2)]
+    per_layer, rules = layer_flops(options, sizes_of(options), tokens), [options.state_rule(i) for i in range(2)]
     mixing = attention_flops(options, tokens)
     assert matrices == rows * tokens * (2 * (per_layer - mixing) + head_flops(options))
     # torch counts masked scores, but no triangular systems.
     scores = rules.count(None) * 2 * tokens * options.num_heads * options.dim_per_head
-    systems = sum(rule.value_heads * tokens * (rule.key_dim + rule.value_dim) for rule in rules if rule is not None)
+    delta = [rule for rule in rules if isinstance(rule, DeltaRule)]
+    systems = sum(rule.value_heads * tokens * (rule.key_dim + rule.value_dim) for rule in delta)
     assert attention == rows * tokens * (2 * mixing + scores - systems)
     assert back == 2 * matrices
     assert flops_per_token(job_of(options, [2])) == 3 * (matrices / (rows * tokens) + 2 * mixing)

@@ -12,6 +12,7 @@ from their_models import keys_of, loaded, run, their_config, their_instance
 from raypp.errors import JobError
 from raypp.job.models import DecoderOptions
 from raypp.job.rope import RopeOptions
+from raypp.planning.sizes import sizes_of
 from raypp.state.hf.config import config_from_options, options_from_config
 
 transformers: Any = Lazily("transformers")
@@ -52,6 +53,13 @@ VERSION_4: dict[str, dict[str, Any]] = {
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
 }  # fmt: skip
+LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "model_type": "lfm2",
+    "norm_eps": 1e-05, "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "rope_theta": 1000000.0, "tie_embedding": True, "torch_dtype": "bfloat16", "vocab_size": 65536,
+}  # fmt: skip
+"""What LFM2 1.2B on the hub says of its sizes."""
 every_model = pytest.mark.parametrize("name", VERSION_4)
 
 
@@ -73,6 +81,12 @@ def test_both_versions_of_a_config_mean_the_same(name: str, tmp_path: Path) -> N
     assert "rope_theta" not in newer and newer["rope_parameters"]["rope_theta"] == older["rope_theta"]
     assert "torch_dtype" not in newer
     assert read(newer) == read(older)
+
+
+def test_names_of_the_hub_mean_the_sizes_of_the_model(tmp_path: Path) -> None:
+    assert sizes_of(read(LFM2)).whole == 1_170_340_608
+    assert read(saved_again(LFM2, tmp_path)) == read(LFM2)
+    assert not read({**LFM2, "tie_embedding": False, "tie_word_embeddings": True}).tie_embeddings
 
 
 @every_model

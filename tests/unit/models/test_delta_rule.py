@@ -1,4 +1,5 @@
-"""The gated delta rule: chunks are the recurrence, documents do not meet, a cache goes on."""
+"""Layers with a state: documents do not meet, a cache goes on. The delta rule's chunks are the
+recurrence."""
 
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from raypp.stages.models.delta_rule import mixed_by_rule
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.kv_cache import KeyValueCache
 
-KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=5, value_dim=3, kernel=4)
 ROWS = [[3, 70, 1, 56], [130], [2, 128]]
 CPU = torch.device("cpu")

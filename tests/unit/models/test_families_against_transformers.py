@@ -97,7 +97,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def adamw_on(model: nn.Module) -> torch.optim.AdamW:
     named = list(model.named_parameters())
-    still = ("bias", "conv1d.weight")
+    still = ("bias", "conv1d.weight", "conv.weight")
     matrices = [parameter for name, parameter in named if parameter.ndim > 1 and not name.endswith(still)]
     others = [parameter for name, parameter in named if parameter.ndim <= 1 or name.endswith(still)]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -63,7 +63,7 @@ def test_a_block_is_recomputed_in_one_place(extent: str, compiled: bool) -> None
     module = prepared(activation_checkpointing=extent, compile=compiled).module
     within = compiled and extent == "selective"
     for block in blocks(module):
-        assert isinstance(block.feed_forward, partial) == within
+        assert isinstance(block.feed, partial) == within
         assert isinstance(block.forward, partial) == (extent != "none" and not within)
 
 

@@ -54,6 +54,6 @@ def test_a_block_of_an_own_model_without_a_feed_forward_is_refused_by_name() -> 
     stage = nn.Module()
     stage.model = nn.Module()
     stage.model.layers = nn.ModuleList([nn.Linear(3, 3)])
-    with pytest.raises(RayppError, match="Linear has no method feed_forward") as refused:
+    with pytest.raises(RayppError, match="Linear has no method feed") as refused:
         recompute_within_compiled_blocks(stage)
     assert "full or none" in str(refused.value)

@@ -46,6 +46,7 @@ def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
 
 
 DELTA = {"kind": "qwen3_5", "linear_key_head_dim": 64, "layer_types": ["linear_attention"] * 8}
+CONV, NAMED = ({"kind": "lfm2", "num_kv_heads": 2, "layer_types": [kind] * 8} for kind in ("conv", "full_attention"))
 WINDOW = {"kind": "mistral", "sliding_window": 16, "num_kv_heads": 2}
 GEMMA2, GEMMA3 = ({"kind": kind, "sliding_window": 16, "num_kv_heads": 2} for kind in ("gemma2", "gemma3"))
 
@@ -74,8 +75,8 @@ def left_bytes(job: Job) -> int:
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_kv_heads": 2}, MOE, {"kind": "gemma2", "num_kv_heads": 2}, {"kind": "starcoder2"}, LATENT, DELTA],
-    ids=["llama", "grouped", "experts", "gemma2", "starcoder2", "latent", "delta rule"],
+    [{}, {"num_kv_heads": 2}, MOE, {"kind": "gemma2", "num_kv_heads": 2}, {"kind": "starcoder2"}, LATENT, DELTA, CONV],
+    ids=["llama", "grouped", "experts", "gemma2", "starcoder2", "latent", "delta rule", "convolution"],
 )
 def test_a_split_backward_leaves_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
@@ -85,8 +86,34 @@ def test_a_split_backward_leaves_what_the_plan_counts(model: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3, {"kind": "starcoder2"}, {"kind": "stablelm"}, LATENT, DELTA],
-    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3", "starcoder2", "stablelm", "latent", "delta rule"],
+    [
+        {},
+        {"num_kv_heads": 2},
+        MOE,
+        WINDOW,
+        GEMMA2,
+        GEMMA3,
+        {"kind": "starcoder2"},
+        {"kind": "stablelm"},
+        LATENT,
+        DELTA,
+        CONV,
+        NAMED,
+    ],
+    ids=[
+        "llama",
+        "grouped",
+        "experts",
+        "window",
+        "gemma2",
+        "gemma3",
+        "starcoder2",
+        "stablelm",
+        "latent",
+        "delta rule",
+        "convolution",
+        "named norms",
+    ],
 )
 def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
