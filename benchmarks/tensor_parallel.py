@@ -149,7 +149,7 @@ def kept_and_sent(step: Callable[[], None]) -> tuple[float, dict[str, int]]:
     at_most = [0]
 
     def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor
+        storages[id(tensor.untyped_storage())] = tensor
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:

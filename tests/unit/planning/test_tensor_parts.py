@@ -49,17 +49,20 @@ def test_experts_and_routers_are_whole_and_adapters_have_one_half_of_each_cut() 
 
 
 @pytest.mark.parametrize(
-    ("extent", "numbers"),
+    ("extent", "compiled", "numbers"),
     [
-        ("full", 64 / 4),
-        # the input; the results of o_proj and down_proj; heads and inner width
-        ("selective", 64 / 4 + 2 * 64 + (4 * 64 + 2 * 160) / 4),
+        ("full", False, 64 / 4),
+        # the input; the sums of o_proj and down_proj; heads and inner width
+        ("selective", False, (64 + 2 * 64 + 4 * 64 + 2 * 160) / 4),
         # what both blocks take; what norms take; the rest
-        ("none", 2 * 64 + (2 * 64 + 4 * 64 + 4 * 160) / 4),
+        ("none", False, (2 * 64 + 2 * 64 + 4 * 64 + 4 * 160) / 4),
+        # compiled blocks keep what they gathered
+        ("none", True, 2 * 64 + (2 * 64 + 4 * 64 + 4 * 160) / 4),
     ],
 )
-def test_a_rank_keeps_its_tokens_between_blocks_and_its_heads_within(extent: str, numbers: float) -> None:
-    assert layer_activation_numbers(of_ranks(4, activation_checkpointing=extent), 0) == numbers
+def test_a_rank_keeps_its_tokens_and_its_heads(extent: str, compiled: bool, numbers: float) -> None:
+    job = of_ranks(4, activation_checkpointing=extent, compile=compiled)
+    assert layer_activation_numbers(job, 0) == numbers
 
 
 def test_messages_logits_and_memory_shrink() -> None:
