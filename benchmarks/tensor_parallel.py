@@ -179,6 +179,7 @@ def rank(index: int, port: int, rounds: int) -> None:
             for key, step in steps.items():
                 times[key].append(seconds(step))
         found = {key: kept_and_sent(step) for key, step in steps.items()}
+        ratios = []
         for kind in makers if index == 0 else ():
             wall, cpu = (
                 [more[at] - few[at] for more, few in zip(times[kind, MORE][2:], times[kind, FEW][2:], strict=True)]
@@ -187,10 +188,17 @@ def rank(index: int, port: int, rounds: int) -> None:
             (few_mb, few_sent), (more_mb, more_sent) = found[kind, FEW], found[kind, MORE]
             sent = {name.split(".")[-1]: (more_sent[name] - few_sent[name]) / (MORE - FEW) for name in more_sent}
             each = 1e3 / (MORE - FEW)
+            ratios.append((median(wall), median(cpu), more_mb - few_mb))
             print(
                 f"{name:6} {kind:6} {median(wall) * each:7.2f} ms, CPU {median(cpu) * each:7.2f} ms; "
                 f"kept {(more_mb - few_mb) / (MORE - FEW):6.3f} MB; {sent}",
                 flush=True,
+            )
+        if ratios:
+            print(
+                f"{name:6} raypp ÷ torch: time {{:.2f}}, CPU {{:.2f}}, kept {{:.2f}}".format(
+                    *(one / other for one, other in zip(*ratios, strict=True))
+                )
             )
     torch.distributed.destroy_process_group()
 
