@@ -24,12 +24,13 @@ class Router:
         sigmoid: Each score is the sigmoid of its logit. False: the softmax of all.
         bias: The name, within the feed-forward block, of what is added to the scores for the choice
             alone, and its shape. None: nothing is.
-        least: The sum that weights are divided by is at least this. None: 1e-20 is added to it.
+        least: The sum that weights are divided by is at least this. None: `added` is added to it.
     """
 
     sigmoid: bool = False
     bias: tuple[str, Shape] | None = None
     least: float | None = None
+    added: float = 1e-20
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,13 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"layer_types": None if kinds == pattern(count, _EVERY, _CONV) else tuple(kinds), "ffn_size": inner}
 
 
-def write(options: Lfm2Options) -> dict[str, Any]:
+def layer_types(options: Lfm2Options) -> dict[str, Any]:
     rules = map(options.state_rule, range(options.num_layers))
-    return {"layer_types": [FULL if rule is None else _CONV for rule in rules], "block_auto_adjust_ff_dim": False}
+    return {"layer_types": [FULL if rule is None else _CONV for rule in rules]}
+
+
+def write(options: Lfm2Options) -> dict[str, Any]:
+    return {**layer_types(options), "block_auto_adjust_ff_dim": False}
 
 
 FAMILY = Family(

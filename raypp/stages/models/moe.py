@@ -143,8 +143,8 @@ class MixtureOfExperts(nn.Module):
     def _weights(self, scores_SK: Tensor, experts_SK: Tensor) -> Tensor:
         """Returns the weights of the chosen experts, `[S, K]`, given their scores."""
         if self.options.norm_topk_prob:
-            sums_S1, least = scores_SK.sum(-1, keepdim=True), self.scores_by.least
-            scores_SK = scores_SK / (sums_S1 + 1e-20 if least is None else sums_S1.clamp(min=least))
+            sums_S1, least, added = scores_SK.sum(-1, keepdim=True), self.scores_by.least, self.scores_by.added
+            scores_SK = scores_SK / (sums_S1 + added if least is None else sums_S1.clamp(min=least))
         scale = getattr(self.options, "routed_scale", 1.0)
         return scores_SK if scale == 1 else scores_SK * scale
 
