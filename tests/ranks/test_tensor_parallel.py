@@ -88,6 +88,13 @@ FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
         "llama", {"tp": 2, "fsdp": 2, "reshard_after_forward": True, "reduce_gradients": "each_microbatch"}, {}, {},
     ),
     "replicas": ("gemma2", {"tp": 2, "dp_replicate": 2}, {}, {}),
+    "replicas of shards": ("llama", {"tp": 2, "fsdp": 2, "dp_replicate": 2}, {}, {}),
+    **{
+        name: ("llama", MESHES["tp 2, pp 2"], {}, {"schedule": name, "pipeline": {"stages_per_rank": stages}})
+        for name, stages in {
+            "gpipe": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "dualpipev": 2
+        }.items()
+    },
     "split backwards": ("glm", MESHES["tp 2, pp 2"], {"lora": {"rank": 4}}, V),
     "adapters with dropout": ("starcoder2", MESHES["tp 2"], {"lora": {"rank": 4, "dropout": 0.3}}, {}),
     "adapters on nf4": ("starcoder2", MESHES["tp 2, pp 2"], {**LARGER, "lora": {"rank": 4, "base": "nf4"}}, {}),
