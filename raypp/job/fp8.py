@@ -11,7 +11,7 @@ from raypp.job.job import Job
 from raypp.job.known_families import family_of
 from raypp.job.lora import FP8_WIDTH, is_quantised, quantised_base, wrong_widths
 from raypp.job.models import DecoderOptions, with_experts
-from raypp.job.tensor_parts import computed_by_all
+from raypp.job.tensor_parts import computed_by_all, rows_of_few_heads
 
 _GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Small matrices whose results are factors over all later tokens: the gates of a delta rule."""
@@ -48,10 +48,8 @@ def _on_rank(options: DecoderOptions, index: int, weight: Weight, tp: int) -> We
     rows, columns = weight.shape
     if weight.residual:
         return replace(weight, shape=(rows, columns // tp))
-    own = options.of_layer(index)
-    keys = own.kv_heads * own.dim_per_head if weight.part == "attention" else 0
-    repeated = own.kv_heads % tp and keys
-    parts = (own.dim_per_head if length == repeated else length // tp for length in weight.joins)
+    head, repeated = options.of_layer(index).dim_per_head, rows_of_few_heads(options, index, weight, tp)
+    parts = (head if length == repeated else length // tp for length in weight.joins)
     return replace(weight, shape=(sum(parts) or rows, columns))
 
 

@@ -61,8 +61,16 @@ def cut_dim(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int |
         return None if quantised_base(model) is not None and is_quantised(weight) else 1
     if len(weight.joins) != 1 or weight.joins[0] % tp:
         return None
+    return None if weight.joins[0] == rows_of_few_heads(model, index, weight, tp) else 0
+
+
+def rows_of_few_heads(model: DecoderOptions, index: int, weight: Weight, tp: int) -> int:
+    """Returns the rows of a weight's part that projects to fewer key heads than there are ranks, so
+    that several ranks compute with the same head; 0: it has no such part."""
     own = model.of_layer(index)
-    return None if own.kv_heads % tp and weight.joins[0] == own.kv_heads * own.dim_per_head else 0
+    if weight.part != "attention" or model.state_rule(index) is not None or own.kv_heads % tp == 0:
+        return 0
+    return own.kv_heads * own.dim_per_head
 
 
 def computed_by_all(model: DecoderOptions, index: int, weight: Weight) -> bool:

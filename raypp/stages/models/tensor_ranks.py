@@ -58,8 +58,8 @@ class TensorRanks:
         return out
 
     def let_go(self, x_BTC: Tensor, x_BtC: Tensor, result: Tensor) -> None:
-        """Frees what `gathered` gave for x `[B, t, C]`. The backward of `result` `[...]` gathers it
-        again, so nothing else may need it after that began. Sends nothing."""
+        """Frees the memory of x `[B, T, C]`, which `gathered` gave for x `[B, t, C]`. It is filled
+        again when the backward of `result` `[...]` begins; until then nothing may read it."""
         if (node := result.grad_fn) is None:
             return
         x_BtC, whole = x_BtC.detach(), [x_BTC.data]  # with a version of its own: autograd checks that of x

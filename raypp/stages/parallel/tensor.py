@@ -22,11 +22,11 @@ from raypp.job.family import Weight
 from raypp.job.job import Job
 from raypp.job.known_families import FAMILIES
 from raypp.job.layer_rules import DeltaRule
-from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts
+from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts, rows_of_few_heads
 from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.lora import extend
 from raypp.stages.models.products import Lookup
-from raypp.stages.models.recomputed import is_plain, product
+from raypp.stages.models.recomputed import product
 from raypp.stages.models.stage import DecoderStage
 from raypp.stages.models.tensor_ranks import MatrixCut, TensorRanks, weight_here
 from raypp.stages.parallel.shard import local_part, zero_gradient
@@ -46,21 +46,20 @@ def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
     ranks = stage.tensor = TensorRanks(tp.get_group(), options.vocab_size)
     for name, layer in stage.model.layers.named_children():
         index, mixer = int(name), layer.get_submodule(str(layer.mixer_name))
-        rule, own = options.state_rule(index), options.of_layer(index)
-        repeated = own.kv_heads * own.dim_per_head if rule is None and own.kv_heads % tp.size() else 0
+        rule, head = options.state_rule(index), options.of_layer(index).dim_per_head
         weights = [one for one in family.weights(options, index) if computed_by_all(options, index, one)]
         back = {weight.name.rpartition(".")[0] for weight in weights if weight.residual}
         for weight in weights:
             inside, _, name = weight.name.rpartition(".")
             module, dim = layer.get_submodule(inside), cut_dim(options, index, weight, tp.size())
-            unit = own.dim_per_head if weight.part == "attention" else 1
+            repeated = rows_of_few_heads(options, index, weight, tp.size())
             if name == "weight" and hasattr(module, "cut"):
-                module.cut = _cut(weight, ranks, repeated, unit)  # type: ignore[assignment]
+                module.cut = _cut(weight, ranks, repeated, head)  # type: ignore[assignment]
             if inside in back:
                 _keep_columns(module, name, tp, dim, ranks)
                 _extend(module, _IntoResidual, ranks)
             elif weight.joins:
-                _keep_rows(module, name, tp, dim, _rows(weight.joins, ranks, repeated, unit))
+                _keep_rows(module, name, tp, dim, _rows(weight.joins, ranks, repeated, head))
                 if weight.part == "norm" and isinstance(module, RMSNorm):
                     _extend(module, _NormOverRanks, ranks)
         for inside in {weight.name.partition(".")[0] for weight in weights}:
@@ -171,7 +170,7 @@ class _IntoResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps a part of the input `[B, T, c]` to the output of this rank's tokens `[B, t, C]`."""
-        if torch.compiler.is_compiling() or is_plain() or getattr(self, "lora_dropout", None) is not None:
+        if torch.compiler.is_compiling() or getattr(self, "lora_dropout", None) is not None:
             return self._summed(x)
         return product(self._summed, x)  # a recomputation takes over the sum, not the part
 
