@@ -27,13 +27,16 @@ from raypp.quick_import import quick_import
 
 _KINDS: dict[int, type[RayppError]] = {kind.exit_code: kind for kind in (JobError, UnreachableError, ResourcesError)}
 REPORT = "raypp-report: "
-"""How lines begin that a driver prints as reports; libraries may print others."""
+"""How reports begin that a driver prints; libraries and Ray may print other lines beside them."""
 Tell = Callable[[Mapping[str, Any]], None]
 """Takes a report."""
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    print(REPORT + json.dumps(report), flush=True)  # noqa: T201
+    # In one write: an unbuffered `print` writes the line break on its own, so that lines of other
+    # processes, which share a Ray job's log, may stand before it.
+    sys.stdout.write(f"{REPORT}{json.dumps(report)}\n")
+    sys.stdout.flush()
 
 
 def serve(answers: Callable[[], Iterable[Any]]) -> NoReturn:

@@ -71,10 +71,12 @@ def reports_of(cluster: Cluster, call: Call) -> Generator[dict[str, Any]]:
     try:
         with closing(lines_of(cluster, call)) as lines:
             for line in lines:
-                if not line.startswith(REPORT):
-                    others.append(line)
+                other, found, text = line.partition(REPORT)  # after a progress bar without a line break, too
+                if other.strip():
+                    others.append(other)
+                if not found:
                     continue
-                report = json.loads(line.removeprefix(REPORT))
+                report = json.loads(text)
                 if "error" in report:
                     raise error_of(report["error"])
                 answered |= "answer" in report
