@@ -4,7 +4,8 @@ Run it with `python -m benchmarks.kernel_counts`: Llama-3.1-8B, 4,096 tokens, bf
 without memory. *One by one* are the operators that pass over memory, RMSNorm as one, as on CUDA.
 *Compiled* are the kernels that torch.compile plans for an H100, by torch's own scheduler. Matrix
 products and attention are neither. GB are read and written, each tensor once a kernel. For a block
-of 128 experts all operators count, products too, for a loop over them and for one product of all.
+of 128 experts all operators count, products too: for a loop over them, for one product of all, and
+with kernels for the ways of rows.
 """
 
 import argparse
@@ -137,14 +138,16 @@ def experts(way: str) -> None:
     with torch.no_grad():
         for one in (x, *block.parameters()):
             one.normal_()  # so every expert gets rows
-    kept, experts_module.can_group = experts_module.can_group, lambda rows_NC, stack: way == "one product"
+    kept = experts_module.can_group, experts_module.can_fuse
+    experts_module.can_group = lambda rows_NC, stack: way != "a loop"
+    experts_module.can_fuse = lambda rows: "ways" in way
     parts = Operators(), Operators()
     with parts[0]:
         out = block(x, torch.ones(2, 512, dtype=torch.bool))
     gradient = torch.ones_like(out)
     with parts[1]:
         out.backward(gradient)
-    experts_module.can_group = kept
+    experts_module.can_group, experts_module.can_fuse = kept
     print(f"128 experts, {way}: {parts[0].count} kernels forward, {parts[1].count} backward", flush=True)
 
 
@@ -161,7 +164,8 @@ def main() -> None:
         count("layer, LoRA of all matrices", *block({"rank": 16, "alpha": 32, "base": "bf16"}), fake)
         rows = chunk_size(TOKENS, VOCABULARY, "cuda")
         logits, labels = tensor(rows, VOCABULARY, trained=False), torch.empty(rows, dtype=torch.int64)
-        experts("one product")
+        for way in ("one product", "one product, kernels for the ways"):
+            experts(way)
         count(f"loss, a chunk of {rows}", partial(losses_and_errors, cap=None), [logits, labels], fake)
     experts("a loop")
 

@@ -103,7 +103,8 @@ GPU in fp32. Constant, because the cut must not depend on the machine that reads
 _PASSES_OVER_RESIDUAL = 26  # two norms, two residual additions
 _PASSES_OVER_QKV = 12  # rotary encoding, layout changes
 _PASSES_OVER_INNER = 16  # silu, product
-_PASSES_OVER_SENT = 44  # rows of experts: permuted, copied to be sent, weighted, summed; and back
+_PASSES_OVER_ROWS = 8  # rows of experts: permuted, weighted and summed, there and back; two gradients' sum
+_PASSES_OVER_SENT = 16  # under ep: copied by two exchanges, sorted by expert and unsorted; and back
 _PASSES_OVER_LOGITS = 8  # cast, maximum, exponentials, sum, and back
 _PASSES_OVER_EMBEDDING = 6  # read a row, write it; add the gradient back
 _PASSES_OVER_DENSE_GRADIENT = 3  # each microbatch makes the whole gradient of the embedding: zeroes it, then adds
@@ -135,14 +136,15 @@ def _moved(job: Job, sizes: ModelSizes) -> float:
 def elementwise_bytes(job: Job, *, compiled: bool) -> float:
     """Returns the bytes of a layer's forward and backward on a GPU outside of products, per token.
     Counted (benchmarks/kernel_counts): a compiled layer moves 0.63 times as much, and adapters that
-    apply to all matrices 3.2 values for each of their results, or 9.7. Rows that go to experts are
-    permuted, weighted and summed, there and back, and never by compiled code."""
+    apply to all matrices 3.2 values for each of their results, or 9.7. Rows go to experts and back
+    by kernels of their own, never by compiled code."""
     model, sizes = job.model, sizes_of(job.model)
     moved = _moved(job, sizes) * (0.63 if compiled else 1.0)
     if model.lora is not None:
         results = sum(adapter.b.shape[-2] for adapter in layer_adapters(model, 0) if not adapter.stacked)
         moved += (3.2 if compiled else 9.7) * results
-    moved += _PASSES_OVER_SENT * max(layer.sent for layer in sizes.kinds) * model.hidden_size
+    passes = _PASSES_OVER_ROWS + _PASSES_OVER_SENT * (job.mesh.ep > 1)
+    moved += passes * max(layer.sent for layer in sizes.kinds) * model.hidden_size
     return moved * job.train.dtypes.compute.bytes
 
 

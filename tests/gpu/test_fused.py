@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raypp.rank.optimizers.adamw import AdamWByRows
 from raypp.rank.optimizers.bf16_weights import Bf16Weights
-from raypp.stages.models import fused
+from raypp.stages.models import experts, fused
 from raypp.stages.models.experts import grouped
 from raypp.stages.models.grouped_products import _product
 from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
@@ -25,6 +25,8 @@ from raypp.stages.models.quantised_rows import dequantise_rows, quantise_rows
 DTYPES = torch.float32, torch.bfloat16
 # Rows of each expert, and the widths of a matrix: none a multiple of a tile.
 GROUPS = (([3, 0, 129, 40], 40, 72), ([0, 0, 0, 172], 64, 136), ([1, 70, 1, 0, 0], 16, 8))
+# Tokens, their width, and experts of each: widths beyond a tile and below, powers of two and not.
+WAYS = ((5, 2100, 2), (40, 72, 6), (3, 600, 8), (1, 16, 1))
 
 
 def updated(device: str, quantised: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -112,6 +114,8 @@ def interpreted() -> None:
             assert_same_bits(updated, "cpu", quantised, dtype, kernels=triton_kernels)
     for counts, width, columns in GROUPS:
         check_groups(counts, width, columns)
+    for tokens, width, chosen in WAYS:
+        check_ways(tokens, width, chosen)
     for base in ("int8", "nf4"):  # not in bf16: the interpreter cuts bits off, where a card rounds
         assert_same_bits(dequantised, "cpu", base, torch.float32, kernels=triton_kernels)
 
@@ -134,9 +138,29 @@ def check_groups(counts: list[int], width: int, columns: int) -> None:
             assert one.shape == other.shape and (one - other).norm() <= 1e-6 * other.norm()
 
 
+def check_ways(tokens: int, width: int, chosen: int) -> None:
+    """Compares rows' way to their experts and back, and its gradients, with torch's operators."""
+    torch.manual_seed(0)
+    order = torch.randperm(tokens * chosen)
+    back, factors = experts.inverse(order), torch.randn(tokens * chosen, width)
+    leaves = torch.randn(tokens, width).requires_grad_(), torch.randn(tokens, chosen).requires_grad_()
+    kept, found = experts.can_fuse, []
+    try:
+        for fuse in (True, False):
+            experts.can_fuse = lambda rows, fuse=fuse: fuse  # type: ignore[misc]
+            rows = experts.repeated(leaves[0], chosen, order, back)
+            out = experts.combined(rows * factors, leaves[1], order, back)
+            found.append([rows, out, *torch.autograd.grad(out, leaves, out.detach().t().contiguous().t())])
+    finally:
+        experts.can_fuse = kept
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and (one - other).norm() <= 1e-6 * other.norm()
+
+
 def compiled() -> None:
     """Compiles every kernel for cards of four kinds; no product may be fused with a sum. But those
-    of matrices, for which a card must use its matrix units, within its shared memory."""
+    of experts, where a card must use its matrix units for matrices, within its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -157,6 +181,13 @@ def compiled() -> None:
         (kernels._by_expert, {"SIDE": 128, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}, 4),
         (kernels._of_matrices, {"SIDE": 128, "DEPTH": 32}, 8),
     ]
+    ways = kernels._spread, kernels._summed
+    for kernel in ways:
+        types = dict.fromkeys(("source", "rows", "weights", "out", "products"), "*bf16") | {
+            "places": "*i64",
+            "width": "i32",
+        }
+        cases += [(kernel, types, {"K": 6, "SIDE": 8, "TILE": 512, "WEIGHTED": way}) for way in (False, True)]
     for capability in (80, 89, 90, 120):
         for kernel, constants, warps in groups:
             types = dict.fromkeys(("rows", "stack", "gradient", "out"), "*bf16") | {"ends": "*i32"}
@@ -172,4 +203,4 @@ def compiled() -> None:
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             options = {"num_warps": 8, **kernels._EXACT}
             built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            assert "fma." not in built.asm["ptx"], (kernel, capability)
+            assert kernel in ways or "fma." not in built.asm["ptx"], (kernel, capability)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raypp.stages.models import fused
 from raypp.stages.models.fp8 import Fp8Matrix, InFp8
-from raypp.stages.models.grouped_products import held, torch_groups
+from raypp.stages.models.grouped_products import held, spread_gradient, spread_rows, summed_rows, torch_groups
 from raypp.stages.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
 from raypp.stages.models.products import linear
 from raypp.stages.models.quantised import Format, Quantised
@@ -257,6 +257,12 @@ def _has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and fused.kernels(device) is not None
 
 
+def can_fuse(rows: Tensor) -> bool:
+    """Whether kernels of Triton take rows `[..., C]` to their experts and back, in one pass each.
+    Their sums of a token's rows are rounded once; torch's operators round each product, too."""
+    return rows.is_cuda and rows.dtype.itemsize < 8 and rows.numel() > 0 and fused.kernels(rows.device) is not None
+
+
 def counted(experts_N: Tensor, experts: int) -> Tensor:
     """Counts how often each of E experts occurs in int64 `[N]`: int64 `[E]`, on the device.
     `torch.bincount` does the same, but makes the host wait for the largest number."""
@@ -287,6 +293,16 @@ def repeated(x_SC: Tensor, chosen: int, order_N: Tensor, back_N: Tensor) -> Tens
     return result
 
 
+def combined(rows_NC: Tensor, weights_SK: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """Returns each token's sum of its rows, times their weights: `[N, C]` to `[S, C]`. `order_N`,
+    `back_N`: as in `repeated`, which has sorted the rows."""
+    if can_fuse(rows_NC):
+        result: Tensor = _Combine.apply(rows_NC, weights_SK, back_N)  # type: ignore[no-untyped-call]
+        return result
+    returned_SKC = reordered(rows_NC, back_N, order_N).view(*weights_SK.shape, -1)
+    return (returned_SKC * weights_SK[..., None]).sum(1)
+
+
 class _Reorder(torch.autograd.Function):
     """Permutes rows; the backward permutes them back."""
 
@@ -311,10 +327,30 @@ class _Repeat(torch.autograd.Function):
         """Returns the rows `[N, C]` of tokens `[S, C]`."""
         ctx.save_for_backward(back_N)
         ctx.shape = len(x_SC), chosen, x_SC.shape[1]
+        if can_fuse(x_SC):
+            return cast(Tensor, spread_rows(x_SC, back_N.view(-1, chosen)))
         return x_SC.index_select(0, order_N.div(chosen, rounding_mode="floor"))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Returns the gradient `[S, C]` of the tokens, from that of their rows `[N, C]`."""
         (back_N,) = ctx.saved_tensors
+        if can_fuse(gradient):
+            return summed_rows(gradient, back_N.view(ctx.shape[:2]), None), None, None, None
         return gradient.index_select(0, back_N).view(ctx.shape).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """`combined`, where kernels of Triton run."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NC: Tensor, weights_SK: Tensor, back_N: Tensor) -> Tensor:
+        """Returns the sums `[S, C]` of rows `[N, C]` with weights `[S, K]`."""
+        ctx.save_for_backward(rows_NC, weights_SK, back_N)
+        return cast(Tensor, summed_rows(rows_NC, back_N.view(weights_SK.shape), weights_SK))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Returns the gradients `[N, C]` and `[S, K]`, given that of the sums, `[S, C]`."""
+        rows_NC, weights_SK, back_N = ctx.saved_tensors
+        return *spread_gradient(gradient, back_N.view(weights_SK.shape), rows_NC, weights_SK), None

@@ -1,9 +1,11 @@
-"""Products of rows with the matrices of their experts, in one kernel: torch's, or one of Triton.
+"""Products of rows with the matrices of their experts, and rows' ways there and back, in one kernel
+each: torch's, or one of Triton.
 
 torch's kernel is for compute capability 9.0 and 10.x. On other cards its operator reads the groups
 on the host and loops over them, so there a kernel of Triton takes its place.
 
-Legend: N rows sorted by expert, I columns of a row, O of a result, E experts.
+Legend: N rows sorted by expert, I columns of a row, O of a result, E experts. S tokens with K
+experts each, N = S · K; C columns of a token.
 """
 
 from typing import Any, cast
@@ -48,7 +50,7 @@ def grouped_gradient(gradient_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Te
 def _kernels(device: torch.device) -> Any:
     from raypp.stages.models import triton_kernels  # imported here: a CPU has no triton
 
-    assert device.type == "cpu" or fused.kernels(device) is not None, "`experts.can_group` asks first"
+    assert device.type == "cpu" or fused.kernels(device) is not None, "`experts` asks first"
     return triton_kernels
 
 
@@ -87,3 +89,39 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 _product.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("raypp::spread_rows", mutates_args=())
+def spread_rows(x_SC: Tensor, places_SK: Tensor) -> Tensor:
+    """Returns the rows `[N, C]` in which every token is once for each place, int64 `[S, K]`."""
+    return cast(Tensor, _kernels(x_SC.device).spread(x_SC, places_SK)[0])
+
+
+@spread_rows.register_fake
+def _(x_SC: Tensor, places_SK: Tensor) -> Tensor:
+    return x_SC.new_empty(places_SK.numel(), x_SC.shape[1])
+
+
+@torch.library.custom_op("raypp::spread_gradient", mutates_args=())
+def spread_gradient(
+    gradient_SC: Tensor, places_SK: Tensor, rows_NC: Tensor, weights_SK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of rows and weights of `summed_rows`, given that of its result."""
+    return cast(tuple[Tensor, Tensor], _kernels(rows_NC.device).spread(gradient_SC, places_SK, rows_NC, weights_SK))
+
+
+@spread_gradient.register_fake
+def _(gradient_SC: Tensor, places_SK: Tensor, rows_NC: Tensor, weights_SK: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows_NC), torch.empty_like(weights_SK)
+
+
+@torch.library.custom_op("raypp::summed_rows", mutates_args=())
+def summed_rows(rows_NC: Tensor, places_SK: Tensor, weights_SK: Tensor | None) -> Tensor:
+    """Returns each token's sum `[S, C]` of its rows, weighted or not, in the order of its places.
+    Sums are in fp32, and rounded once."""
+    return cast(Tensor, _kernels(rows_NC.device).summed(rows_NC, places_SK, weights_SK))
+
+
+@summed_rows.register_fake
+def _(rows_NC: Tensor, places_SK: Tensor, weights_SK: Tensor | None) -> Tensor:
+    return rows_NC.new_empty(len(places_SK), rows_NC.shape[1])

@@ -24,9 +24,9 @@ from raypp.stages.models.experts import (
     ExpertStacks,
     JoinedExperts,
     StackedExperts,
+    combined,
     counted,
     inverse,
-    reordered,
     repeated,
 )
 from raypp.stages.models.layers import DecoderLayer, GatedFeedForward
@@ -102,8 +102,7 @@ class MixtureOfExperts(nn.Module):
             shares_SE = scores_SE / scores_SE.sum(-1, keepdim=True) if self.scores_by.sigmoid else scores_SE
             sums_2 = router_sums(logits_SE, shares_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
         rows_NC = self.experts(rows_NC, counts_E) if run is None else run(self.experts, rows_NC)
-        returned_SKC = reordered(rows_NC, back_N, order_N).view(*experts_SK.shape, -1)
-        out_SC = (returned_SKC * weights_SK[..., None]).sum(1)
+        out_SC = combined(rows_NC, weights_SK, order_N, back_N)
         if self.shared_name is not None:
             shared_SC = self.get_submodule(self.shared_name)(x_SC)
             gate = self.shared_expert_gate

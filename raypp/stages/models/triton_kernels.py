@@ -1,15 +1,16 @@
 """Kernels in Triton for what torch computes in many passes over memory: dequantisation and AdamW.
-And for products of rows with the matrices of their experts, for cards on which torch's own grouped
-product loops over the experts on the host.
+And for the ways of rows to their experts and back, and for products with these' matrices on cards
+on which torch's own grouped product loops over the experts on the host.
 
 Those of the first kind give the bits of their reference in torch (`quantised_rows`, `train.adamw`):
 products and sums are rounded one by one, quotients and roots correctly. So a rank may use them
-while another does not. `fused.kernels` says whether they run here. In products, a result's row
-depends on its own row and matrix only, and a matrix's gradient adds its rows in order, so no bits
+while another does not. `fused.kernels` says whether they run here. In the others, a result's row
+depends on its own rows and matrix only, and a matrix's gradient adds its rows in order, so no bits
 depend on timing. TRITON_INTERPRET=1 runs all on a CPU.
 
 Legend: M rows, C weights in a row, R bytes in a row; N blocks of a row, B values of a block. Of
-products: N rows sorted by expert, I columns of a row, O of a result, E experts.
+products: N rows sorted by expert, I columns of a row, O of a result, E experts. S tokens have K
+rows each, at places `[S, K]`.
 """
 
 import torch
@@ -266,3 +267,70 @@ def _of_matrices(
         total = tl.dot(left, right, total, input_precision="ieee")
     place = out + (expert.to(tl.int64) * columns + column)[:, None] * width + at[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(column < columns)[:, None] & (at < width)[None, :])
+
+
+def spread(
+    x_SC: Tensor, places_SK: Tensor, rows_NC: Tensor | None = None, weights_SK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns rows `[N, C]` with every token, times its weight, at its places, and the products
+    `[S, K]` of each token with the rows that are there; of neither without `weights_SK`."""
+    (tokens, width), chosen = x_SC.shape, places_SK.shape[1]
+    side = triton.next_power_of_2(chosen)
+    out = x_SC.new_empty(tokens * chosen, width)
+    rows, weights = (x_SC if one is None else one.contiguous() for one in (rows_NC, weights_SK))
+    products = x_SC.new_empty(0 if weights_SK is None else places_SK.shape)
+    _spread[(tokens,)](
+        x_SC.contiguous(), places_SK, rows, weights, out, products, width,
+        K=chosen, SIDE=side, TILE=max(16, _TILE // side), WEIGHTED=weights_SK is not None, num_warps=4,
+    )  # fmt: skip
+    return out, products
+
+
+def summed(rows_NC: Tensor, places_SK: Tensor, weights_SK: Tensor | None) -> Tensor:
+    """Returns each token's sum `[S, C]` of the rows at its places, times weights, if given."""
+    (tokens, chosen), width = places_SK.shape, rows_NC.shape[1]
+    side = triton.next_power_of_2(chosen)
+    out, tile = rows_NC.new_empty(tokens, width), max(16, _TILE // side)
+    weights = rows_NC if weights_SK is None else weights_SK.contiguous()
+    _summed[(tokens, triton.cdiv(width, tile))](
+        rows_NC.contiguous(), places_SK, weights, out, width,
+        K=chosen, SIDE=side, TILE=tile, WEIGHTED=weights_SK is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _spread(
+    source, places, rows, weights, out, products, width,
+    K: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    token, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIDE)
+    place = tl.load(places + token * K + k, mask=k < K, other=0)
+    total = tl.zeros((SIDE,), dtype=tl.float32)
+    if WEIGHTED:
+        weight = tl.load(weights + token * K + k, mask=k < K, other=0).to(tl.float32)
+    for start in range(0, width, TILE):
+        column = start + tl.arange(0, TILE)
+        value = tl.load(source + token * width + column, mask=column < width, other=0).to(tl.float32)[None, :]
+        at, inside = place[:, None] * width + column[None, :], (k < K)[:, None] & (column < width)[None, :]
+        if WEIGHTED:
+            total += tl.sum(tl.load(rows + at, mask=inside, other=0).to(tl.float32) * value, 1)
+            value = value * weight[:, None]
+        tl.store(out + at, (value + tl.zeros((SIDE, TILE), tl.float32)).to(out.dtype.element_ty), mask=inside)
+    if WEIGHTED:
+        tl.store(products + token * K + k, total.to(products.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _summed(
+    rows, places, weights, out, width,
+    K: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    token, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIDE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place = tl.load(places + token * K + k, mask=k < K, other=0)
+    inside = (k < K)[:, None] & (column < width)[None, :]
+    value = tl.load(rows + place[:, None] * width + column[None, :], mask=inside, other=0).to(tl.float32)
+    if WEIGHTED:
+        value *= tl.load(weights + token * K + k, mask=k < K, other=0).to(tl.float32)[:, None]
+    tl.store(out + token * width + column, tl.sum(value, 0).to(out.dtype.element_ty), mask=column < width)
