@@ -38,6 +38,7 @@ from raypp.stages.models.attention import AttentionKernel
 from raypp.stages.models.stage import parameter_names
 from raypp.stages.parallel.apply import compute_dtype
 from raypp.stages.parallel.attention_choice import choose_attention
+from raypp.stages.parallel.delta_rule_choice import with_delta_rule
 from raypp.stages.parallel.outer_sync import OuterSync
 from raypp.stages.parallel.rank_groups import RankGroups, make_groups
 from raypp.untrusted.sockets import SignedKeys
@@ -196,7 +197,7 @@ def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseExcep
 def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:
     """Chooses this rank's attention kernel, and reports it if there was a choice: rank 0 for all,
     another rank if a kernel failed there."""
-    choice = choose_attention(job, device)
+    choice = with_delta_rule(choose_attention(job, device), job, device)
     if device.type == "cuda":
         log.info("rank %d: %s", seat.rank, choice)
         if seat.rank == 0 or choice.failed:

@@ -80,11 +80,14 @@ class AttentionKernel:
     """One way to compute attention within the documents of a microbatch. `attend`: computes it for
     whole rows: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`, under the layer's rule, with
     the scores `[H]` of its sinks if it has them. `blocks`: the same kernel by parts, for ring
-    attention. None: ring attention uses `parallel.ring_hops.BlockHops`."""
+    attention. None: ring attention uses `parallel.ring_hops.BlockHops`. `delta`: what layers with a
+    delta rule have instead of attention, for whole rows, as `fla_delta_rule.chunked`. None: the
+    operators of `delta_rule`."""
 
     name: str
     attend: Callable[[Tensor, Tensor, Tensor, PackedDocuments, AttentionRule, Tensor | None], Tensor]
     blocks: FlashBlocks | None = None
+    delta: Callable[[PackedDocuments, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 # Not compiled: document lengths are Python ints, so every microbatch would trigger a recompilation.

@@ -132,7 +132,9 @@ def mixed_by_rule(
         starts = states.starts(lambda: frugal(partial(_summary, layout=layout), k, v, decay_SH, beta_SH))
     given = (q, k, v, decay_SH, beta_SH) if starts is None else (q, k, v, decay_SH, beta_SH, starts)
     if states is None:  # the states at the ends are not kept
-        only: Tensor = attention(partial(frugal, lambda *inputs: _applied(*inputs, layout=layout)[0]), *given)
+        kernel = None if documents.kernel is None else documents.kernel.delta
+        compute = partial(_output, layout=layout) if kernel is None else partial(kernel, documents)
+        only: Tensor = attention(partial(frugal, compute), *given)
         return only
     out: Tensor
     out, ends = attention(partial(frugal, partial(_applied, layout=layout)), *given)
@@ -296,6 +298,10 @@ def _applied(
         starts = v_N.new_zeros(len(layout.pieces), v_N.shape[1], k.shape[-1], v.shape[-1])
     out, ends = _scanned(chunks, starts, layout)
     return _joined(out, layout).to(v.dtype), ends
+
+
+def _output(*inputs: Tensor, layout: _Layout) -> Tensor:
+    return _applied(*inputs, layout=layout)[0]
 
 
 def _summary(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, layout: _Layout) -> Tensor:

@@ -2,7 +2,8 @@
 
 `train.attention: auto` takes the first kernel of `KERNELS` that suits the device, the dtype, the
 head width and the packages that are installed, and that gives plain's numbers on a small example.
-The reasons against those before it are kept for the report.
+The reasons against those before it are kept for the report. `delta_rule_choice` chooses likewise
+what computes delta rules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KERNELS = ("flash3", "flash4", "cudnn", "varlen", "flex", "plain")
 
 
 @dataclass(frozen=True)
-class _Package:
+class Package:
     """A distribution that brings a kernel.
 
     Attributes:
@@ -51,9 +52,11 @@ class _Package:
 
 
 PACKAGES = {
-    "flash3": _Package("flash-attn-3", "FlashAttention 3", (9,), 256, (2, 11), "3.0.0b1", "3.0.1"),
+    # Its numbers were compared on CPUs, by Triton's interpreter.
+    "fla": Package("fla-core", "flash-linear-attention", (8, 9, 10, 12), 256, (2, 11), "0.6.0", "0.6.1"),
+    "flash3": Package("flash-attn-3", "FlashAttention 3", (9,), 256, (2, 11), "3.0.0b1", "3.0.1"),
     # From b20 on its forward returns more than the two tensors that torch 2.13 unpacks.
-    "flash4": _Package("flash-attn-4", "FlashAttention 4", (9, 10), 128, (2, 13), "4.0.0b10", "4.0.0b17"),
+    "flash4": Package("flash-attn-4", "FlashAttention 4", (9, 10), 128, (2, 13), "4.0.0b10", "4.0.0b17"),
 }
 _CUDNN = 91000
 """The oldest cuDNN that is tried, 9.10: torch 2.11 comes with it or a newer one."""
@@ -113,12 +116,14 @@ def _installed() -> dict[str, str]:
 @dataclass(frozen=True)
 class AttentionChoice:
     """The kernel a rank uses. `against`: for each kernel that would have been preferred, the reason
-    why it is not used. `failed`: those of them that suit the setting but did not run."""
+    why it is not used. `failed`: those of them that suit the setting but did not run. `delta`: what
+    computes delta rules; "" without any."""
 
     kernel: AttentionKernel
     setting: Setting
     against: dict[str, str] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
+    delta: str = ""
 
     def __str__(self) -> str:
         reasons = "".join(f"; not {name}: {reason}" for name, reason in self.against.items())
@@ -128,7 +133,7 @@ class AttentionChoice:
                 hops = ", the ring's blocks written out"
             elif any(rule.window is not None for rule in self.setting.rules):
                 hops = ", the ring's blocks of layers with a window written out"
-        return f"attention by {self.kernel.name}{hops} ({self.setting}){reasons}"
+        return f"attention by {self.kernel.name}{hops} ({self.setting}){reasons}{self.delta and '; '}{self.delta}"
 
 
 def reason_against(kernel: str, setting: Setting) -> str | None:
@@ -148,7 +153,7 @@ def reason_against(kernel: str, setting: Setting) -> str | None:
     if setting.capability < (8, 0):
         return "it needs compute capability 8.0 or higher"
     if kernel in PACKAGES:
-        return _against_package(PACKAGES[kernel], setting)
+        return against_package(PACKAGES[kernel], setting)
     if kernel == "cudnn":
         return _against_cudnn(setting)
     if setting.capability[0] in (10, 11):
@@ -156,7 +161,8 @@ def reason_against(kernel: str, setting: Setting) -> str | None:
     return None
 
 
-def _against_package(package: _Package, setting: Setting) -> str | None:
+def against_package(package: Package, setting: Setting) -> str | None:
+    """Returns why a package's kernel cannot be used on CUDA in this setting; None if it can."""
     if setting.capability[0] not in package.majors:
         return f"it needs compute capability {' or '.join(f'{major}.x' for major in package.majors)}"
     if setting.head_dim > package.widest:
@@ -270,9 +276,7 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
             found, wanted = (
                 _results((q, k, v, *sinks), replace(documents, kernel=one), small) for one in (kernel, PLAIN)
             )
-            for one, other in zip(found, wanted, strict=True):
-                if not float((one.float() - other.float()).norm()) <= _FAR * float(other.float().norm()):
-                    raise RayppError(f"{kernel.name} gives other numbers than plain", "train.attention: plain")
+            compare(kernel.name, found, wanted)
         if kernel.blocks is not None and Setting.of(job, device).ring:
             with torch.no_grad():
                 whole = Segments(documents.cu_seqlens, documents.cu_seqlens, max(lengths), max(lengths), causal=False)
@@ -280,6 +284,13 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
                 kernel.blocks.backward(torch.ones_like(out), q, k, v, out, lse, whole)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def compare(kernel: str, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Raises RayppError: results `[...]` of a kernel are not those of the plain version."""
+    for one, other in zip(found, wanted, strict=True):
+        if not float((one.float() - other.float()).norm()) <= _FAR * float(other.float().norm()):
+            raise RayppError(f"{kernel} gives other numbers than plain", "train.attention: plain")
 
 
 def _waves(*shape: int, **options: Any) -> Tensor:
