@@ -116,6 +116,7 @@ class HfFormat:
         exact: Keys and the only values that raypp supports for them.
         within: model_types of multimodal models whose text is of this family.
         text_defaults: Values of keys that the config of a text within such a model may lack.
+        peft_names_experts: Whether PEFT knows what transformers 5 calls the experts' matrices.
         training: Fields about training. Export writes them for the reader, import ignores them.
         read: Returns further fields of the section from a config.json whose location is the second
             argument. Raises JobError.
@@ -134,6 +135,7 @@ class HfFormat:
     rope_keys: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    peft_names_experts: bool = True
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
 

@@ -14,6 +14,8 @@ from harness import run_in_living
 from raypp.job.load import parse_job
 from raypp.rank.data.loader import Loader, Microbatch
 from raypp.rank.own_seat import local_seat as seat_of
+from raypp.rank.step.step import StepRunner
+from raypp.state.hf.initial_weights import load_from_hf
 from raypp.tools.parity import train_some_steps, whole
 
 __all__ = ["Changed", "Numbers", "document", "merged", "numbers", "on_ranks", "seat_of", "thinned", "train_steps",
@@ -100,6 +102,17 @@ def train_steps(
         "replica_bytes": [r.replica_bytes for r in reports],
         "parts": [set(r.parts_s) for r in reports], "gradients": list(kept.values()), "weights": weights,
     }  # fmt: skip
+
+
+def train_from_files(rank: int, world: int, port: int, document: dict[str, Any], *how: Any) -> dict[str, Any]:
+    """Like `train_steps`, with the weights of `model.from_hf`: drawn gains and biases are alike."""
+
+    def load(step: int, runner: StepRunner) -> None:
+        model = document["model"]
+        if step == 1:
+            load_from_hf(model["from_hf"], runner.built.modules, frozen="lora" in model)
+
+    return train_steps(rank, world, port, document, *how, before=load)
 
 
 @contextmanager

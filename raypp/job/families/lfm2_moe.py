@@ -48,6 +48,7 @@ FAMILY = Family(
         },
         defaults={**LFM2.hf.defaults, "dense_layers": 2, "norm_topk_prob": True, "routed_scale": 1.0},
         exact={**LFM2.hf.exact, "use_expert_bias": Only((None, True))},
+        peft_names_experts=False,
         newer={"tie_word_embeddings": "tie_embedding"},
         read=_read,
         write=layer_types,

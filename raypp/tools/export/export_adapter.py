@@ -38,6 +38,9 @@ _WEIGHTS = "adapter_model.safetensors"
 _GATE_UP = r".*\.gate_up_proj"
 """The experts' fused matrix in PEFT's patterns. Its adapter is those of gate and up together."""
 
+_IN_TRANSFORMERS_5 = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
+"""The experts' matrices in transformers 5, by their names in files."""
+
 
 def export_adapter(
     store: ObjectStore,
@@ -129,16 +132,16 @@ def _with_siblings(options: DecoderOptions) -> dict[str, tuple[Adapter, bool]]:
 def _targets(options: DecoderOptions, adapters: Mapping[str, tuple[Adapter, bool]]) -> dict[str, Any]:
     """Returns the keys of the config that say which matrices have adapters. PEFT takes dense
     matrices that are named as those of experts for experts. Where there are both, all are named as
-    parameters. Experts that are one tensor in the files always are."""
+    parameters. Experts that are one tensor in the files always are, and those it does not know."""
     lora, family = options.lora, family_of(options)
     assert lora is not None and family is not None
     everything = family.model_weights(options)
     experts = {name.rpartition(".")[2] for name, weight in everything.items() if weight.part == "experts"}
     dense = {name.removesuffix(".weight").rpartition(".")[2] for name in everything if name.endswith(".weight")}
-    both = bool(experts & dense)
+    named = bool(experts & dense) or not family.hf.peft_names_experts
 
     def is_parameter(name: str) -> bool:
-        return (both and _last(name) in experts) or one_in_files(name)
+        return (named and _last(name) in experts) or one_in_files(name)
 
     parameters = [name for name in adapters if is_parameter(name)]
     modules = [name for name in adapters if name not in parameters]
@@ -151,7 +154,7 @@ def _targets(options: DecoderOptions, adapters: Mapping[str, tuple[Adapter, bool
     if parameters:
         names = [_parameter(name, everything) for name in parameters]
         config["target_parameters"] = list(dict.fromkeys(names))
-        if any(name.endswith(".gate_up_proj") for name in names) and both:
+        if any(name.endswith(".gate_up_proj") for name in names) and named:
             config["rank_pattern"] = {_GATE_UP: 2 * lora.rank}
             config["alpha_pattern"] = {_GATE_UP: 2 * lora.alpha}
     return config
@@ -164,7 +167,7 @@ def _parameter(matrix: str, everything: Mapping[str, Weight]) -> str:
     if one_in_files(matrix):
         return in_files(matrix)
     inside, _, name = matrix.rpartition(".")
-    return f"{inside}.{'gate_up_proj' if name in ('gate_proj', 'up_proj') else name}"
+    return f"{inside}.{_IN_TRANSFORMERS_5.get(name, name)}"
 
 
 def _last(name: str) -> str:

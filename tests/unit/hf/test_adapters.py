@@ -45,7 +45,7 @@ LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
 def folder_of(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     fields = FAMILIES[kind].options.model_fields
-    sizes = {**SIZES, "sliding_window": 7, **changed}
+    sizes = {**SIZES, "sliding_window": 7, "dense_layers": 1, **changed}
     if "num_kv_heads" not in FAMILIES[kind].hf.settings:
         del sizes["num_kv_heads"]
     write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in sizes.items() if name in fields})
@@ -324,12 +324,13 @@ def test_adapters_begin_as_peft_draws_them() -> None:
         ("qwen2_moe", ("shared_expert.up_proj", "v_proj")),
         ("gpt_oss", ("o_proj", "layers.1.mlp.experts.down_proj")),
         ("gpt_oss", ("gate_up_proj",)),
+        ("lfm2_moe", ("k_proj", "layers.1.feed_forward.experts.w1")),
     ],
 )
 def test_peft_computes_the_logits_of_some_adapters_of_layers_with_experts(
     kind: str, targets: tuple[str, ...], tmp_path: Path, peft: Any
 ) -> None:
-    folder = folder_of(kind, tmp_path / "hf")
+    folder = folder_of(kind, tmp_path / "hf", dense_layers=0)
     options = options_of(folder, targets=targets)
     stage = whole(options)
     store, commit = saved(stage, options, tmp_path / "store")
