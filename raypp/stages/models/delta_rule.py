@@ -133,8 +133,7 @@ def mixed_by_rule(
     given = (q, k, v, decay_SH, beta_SH) if starts is None else (q, k, v, decay_SH, beta_SH, starts)
     if states is None:  # the states at the ends are not kept
         kernel = None if documents.kernel is None else documents.kernel.delta
-        compute = partial(_output, layout=layout) if kernel is None else partial(kernel, documents)
-        only: Tensor = attention(partial(frugal, compute), *given)
+        only: Tensor = attention(partial(frugal, partial(kernel or operators, documents)), *given)
         return only
     out: Tensor
     out, ends = attention(partial(frugal, partial(_applied, layout=layout)), *given)
@@ -288,20 +287,30 @@ def _cut(tensors: Sequence[Tensor], layout: _Layout) -> list[Tensor]:
 
 
 def _applied(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None = None, *, layout: _Layout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    starts: Tensor | None = None,
+    *,
+    layout: _Layout,
+    within: Callable[..., _Chunks] = within_chunks,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[S, H, V]`, and the states after the pieces, `[P, H, D, V]`. Takes tokens
     `[S, heads, width]` and `[S, H]`, and the states before the pieces, if not 0."""
     q_N, k_N, v_N, g_N, beta_N = _cut((q, k, v, g, beta), layout)
-    chunks = within_chunks(k_N, v_N, g_N, beta_N, q_N)
+    chunks = within(k_N, v_N, g_N, beta_N, q_N)
     if starts is None:
         starts = v_N.new_zeros(len(layout.pieces), v_N.shape[1], k.shape[-1], v.shape[-1])
     out, ends = _scanned(chunks, starts, layout)
     return _joined(out, layout).to(v.dtype), ends
 
 
-def _output(*inputs: Tensor, layout: _Layout) -> Tensor:
-    return _applied(*inputs, layout=layout)[0]
+def operators(documents: PackedDocuments, *inputs: Tensor, within: Callable[..., _Chunks] = within_chunks) -> Tensor:
+    """Returns the output of whole documents, `[S, H, V]`; takes what `fla_delta_rule.chunked` does.
+    `within`: `within_chunks`, which may be compiled."""
+    return _applied(*inputs, layout=_layout(documents.lengths), within=within)[0]
 
 
 def _summary(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, layout: _Layout) -> Tensor:

@@ -5,8 +5,6 @@ They compute products in the dtype of their inputs and round what is between the
 number of heads, and keeps them in Triton's cache: on another host the bits may be others.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,25 +15,17 @@ from raypp.stages.models.documents import PackedDocuments
 def chunked(
     documents: PackedDocuments, q_SHD: Tensor, k_SHD: Tensor, v_SHV: Tensor, decay_SH: Tensor, beta_SH: Tensor
 ) -> Tensor:
-    """Applies the delta rule to whole documents; never waits for the device.
-
-    Args:
-        documents: Those of a rank that holds whole rows.
-        q_SHD: Queries `[S, key heads, D]`, before their norm, as the keys.
-        v_SHV: Values `[S, H, V]`.
-        decay_SH: Logarithms of what the state is multiplied by, fp32.
-
-    Returns:
-        The output `[S, H, V]`, in the dtype of the queries.
-    """
+    """Returns the delta rule's output for whole documents, `[S, H, V]`; never waits for the device.
+    Takes queries and keys `[S, key heads, D]`, before their norm, values `[S, H, V]`, and in fp32
+    the logarithms of what the state is multiplied by."""
     # Imported here: it needs Triton, and takes seconds.
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     # A copy for each call: the package takes the same tensor for the same lengths.
     borders, chunks = documents.cu_seqlens.long(), sum(-(-length // CHUNK) for length in documents.lengths)
     given = (one[None] for one in (q_SHD, k_SHD, v_SHV, decay_SH, beta_SH))
-    options: dict[str, Any] = {"cu_seqlens": borders, "chunk_indices": _chunks(borders, chunks)}
-    out: Tensor = chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True, **options)[0]
+    places: dict[str, Tensor] = {"cu_seqlens": borders, "chunk_indices": _chunks(borders, chunks)}
+    out: Tensor = chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True, **places)[0]
     return out[0]
 
 

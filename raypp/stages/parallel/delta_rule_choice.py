@@ -1,9 +1,10 @@
-"""Chooses what computes a rank's delta rules, with its attention kernel: on CUDA the kernels of
-flash-linear-attention, where they suit the setting and give the numbers of torch's operators on a
-small example; else these operators, and the reason is kept for the report."""
+"""Chooses what computes a rank's delta rules, with its attention kernel. On CUDA: the kernels of
+flash-linear-attention, else torch's operators, compiled, each where it suits the setting and gives
+the numbers of the operators on a small example; else these. The reasons are kept for the report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,13 @@ from torch import Tensor
 from raypp.errors import in_words
 from raypp.job.job import Job
 from raypp.job.layer_rules import DeltaRule
+from raypp.stages.models import fused
 from raypp.stages.models.attention import PLAIN, AttentionKernel
-from raypp.stages.models.delta_rule import mixed_by_rule
+from raypp.stages.models.delta_rule import mixed_by_rule, operators, within_chunks
 from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.models.fla_delta_rule import chunked
-from raypp.stages.parallel.attention_choice import (
-    PACKAGES,
-    AttentionChoice,
-    Setting,
-    against_package,
-    compare,
-)
-
-_FLA = PACKAGES["fla"]
+from raypp.stages.models.loss import COMPILER_OPTIONS
+from raypp.stages.parallel.attention_choice import PACKAGES, AttentionChoice, Setting, against_package, compare
 
 
 def with_delta_rule(choice: AttentionChoice, job: Job, device: torch.device) -> AttentionChoice:
@@ -33,33 +28,42 @@ def with_delta_rule(choice: AttentionChoice, job: Job, device: torch.device) -> 
     found = [rule for rule in rules if isinstance(rule, DeltaRule)]
     if not found:
         return choice
-    failed, reason = choice.failed, reason_against_fla(job, choice.setting, found)
-    if reason is None:
-        kernel = replace(choice.kernel, delta=chunked)
+    failed, said = choice.failed, ""
+    for name, made in (("fla", lambda: chunked), ("compiled", _compiled)):
+        kernel, reason = choice.kernel, reason_against(name, job, choice.setting, found, device)
         try:
-            for rule in found:
+            kernel = kernel if reason else replace(kernel, delta=made())
+            for rule in found if reason is None else ():
                 try_delta_rule(kernel, rule, choice.setting.dtype, device)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            failed, reason = (*failed, "fla"), f"it failed on a small example: {in_words(error)}"
-        else:
-            name = f"{_FLA.name} {choice.setting.packages[_FLA.name]}"
-            return replace(choice, kernel=kernel, delta=f"delta rules by fla ({name})")
-    return replace(choice, failed=failed, delta=f"delta rules by torch's operators; not fla: {reason}")
+            failed, reason = (*failed, name), f"it failed on a small example: {in_words(error)}"
+        if reason is None:
+            return replace(choice, kernel=kernel, failed=failed, delta=f"delta rules by {name}{said}")
+        said += f"; not {name}: {reason}"
+    return replace(choice, failed=failed, delta=f"delta rules by operators{said}")
 
 
-def reason_against_fla(job: Job, setting: Setting, rules: Sequence[DeltaRule]) -> str | None:
-    """Returns why the package's kernels cannot compute a job's delta rules; None if they can."""
-    if job.train.attention == "plain":
-        return "train.attention: plain"
+def _compiled() -> Callable[..., Tensor]:
+    return partial(operators, within=torch.compile(within_chunks, dynamic=True, options={**COMPILER_OPTIONS}))
+
+
+def reason_against(
+    name: str, job: Job, setting: Setting, rules: Sequence[DeltaRule], device: torch.device
+) -> str | None:
+    """Returns why "fla" or "compiled" cannot compute a job's delta rules; None if it can."""
     if setting.device != "cuda":
         return f"it needs CUDA, the ranks compute on {setting.device}"
+    if job.train.attention == "plain":
+        return "train.attention: plain"
     if job.mesh.cp > 1:
         return "with mesh.cp it would have to give how a part of a document changes its state"
+    if name == "compiled":
+        return None if (reason := fused.reason_against(device)) is None else f"Triton's kernels do not run: {reason}"
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return "it needs train.precision: bf16 or fp16"
-    return against_package(_FLA, replace(setting, head_dim=max(rule.key_dim for rule in rules)))
+    return against_package(PACKAGES["fla"], replace(setting, head_dim=max(rule.key_dim for rule in rules)))
 
 
 def try_delta_rule(kernel: AttentionKernel, rule: DeltaRule, dtype: torch.dtype, device: torch.device) -> None:
@@ -81,4 +85,4 @@ def try_delta_rule(kernel: AttentionKernel, rule: DeltaRule, dtype: torch.dtype,
     for one in (kernel, PLAIN):
         out = mixed_by_rule(*leaves, rule, replace(documents, kernel=one))
         results.append((out.detach(), *torch.autograd.grad(out, leaves, slopes)))
-    compare("fla", *results)
+    compare("it", *results)
