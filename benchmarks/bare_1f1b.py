@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -104,8 +105,7 @@ def main() -> None:
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
     if os.environ.get("BENCH_OUT"):
-        with open(f"{os.environ['BENCH_OUT']}.{rank}", "w") as out:  # noqa: PTH123
-            json.dump({"wall": wall, "cpu": cpu}, out)
+        Path(f"{os.environ['BENCH_OUT']}.{rank}").write_text(json.dumps({"wall": wall, "cpu": cpu}))
     dist.destroy_process_group()
 
 

@@ -1,22 +1,21 @@
 """Host time and operators of a block that is not compiled: forward and backward of a microbatch.
 
-Run it with `python -m benchmarks.block_host`. Sixteen layers of a tiny Llama in bf16 are trained by
-raypp's own runtime in one process, on one thread. Its operators cost a CPU about what launches of
-kernels cost a GPU's host, so the CPU time shows what Python and autograd take around them. The
-kinds take turns, and the least of the rounds counts. So does the host's time of an update.
+Sixteen layers of a tiny Llama in bf16 are trained by raypp's own runtime in one process, on one
+thread. Its operators cost a CPU about what launches of kernels cost a GPU's host, so the CPU time
+shows what Python and autograd take around them. The kinds take turns, and the least of the rounds
+counts. So does the host's time of an update.
 """
 
-import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
 from raypp.job.job import OptimizerOptions
 from raypp.job.load import parse_job
 from raypp.planning.resolve import resolve_pipeline
@@ -54,21 +53,27 @@ class Operators(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_of(extent: str, adapters: bool, schedule: str, groups: Any) -> Any:
-    """Returns a function that runs a step."""
-    document = {
+def job_of(extent: str, adapters: bool, schedule: str) -> dict[str, Any]:
+    return {
         "name": "host", "data": {"kind": "synthetic", "seq_len": TOKENS},
         "model": {**MODEL, "vocab_size": VOCABULARY, **({"lora": LORA} if adapters else {})},
         "pipeline": {"microbatches": MICROBATCHES, "schedule": schedule, "stages_per_rank": 1 + (schedule == "zbv")},
         "train": {"activation_checkpointing": extent, "precision": "bf16", "compile": False},
     }  # fmt: skip
+
+
+def step_of(document: dict[str, Any], groups: Any) -> Callable[[], None]:
+    """Returns a step of raypp's runtime with random weights and rows, one to a microbatch."""
     job = parse_job(document).for_device("cpu")
     built = build_stages(job, resolve_pipeline(job), groups, torch.device("cpu"), lambda action: None)
-    tokens = [torch.randint(0, VOCABULARY, (1, TOKENS)) for _ in range(MICROBATCHES)]
-    arguments = {"positions_BT": torch.arange(TOKENS)[None], "documents": PackedDocuments.of_lengths((TOKENS,))}
+    for parameter in (parameter for module in built.modules for parameter in module.parameters()):
+        local_part(parameter.data).normal_(std=0.02)
+    count, length = job.pipeline.microbatches, job.data.seq_len
+    rows = [torch.randint(0, job.model.vocab_size, (1, length)) for _ in range(count)]
+    arguments = {"positions_BT": torch.arange(length)[None], "documents": PackedDocuments.of_lengths((length,))}
 
     def step() -> None:
-        built.runtime.run(1, [TOKENS] * MICROBATCHES, tokens, [arguments] * MICROBATCHES, tokens)
+        built.runtime.run(1, [length] * count, rows, [arguments] * count, rows)
         for module in built.modules:
             module.zero_grad(set_to_none=True)
 
@@ -108,14 +113,11 @@ def alone() -> Iterator[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
-    announce()
+    options = begin(__doc__, rounds=(10, "steps of each kind"))
     each = 1 / (LAYERS * MICROBATCHES)
     with alone() as groups:
         print("update of 291 parameters: scaled after {:.2f} ms, AdamW after {:.2f} ms".format(*update_ms(groups)))
-        steps = {name: step_of(*kind, groups) for name, kind in KINDS.items()}
+        steps = {name: step_of(job_of(*kind), groups) for name, kind in KINDS.items()}
         least = dict.fromkeys(steps, float("inf"))
         for _ in range(options.rounds + 1):
             for name, step in steps.items():

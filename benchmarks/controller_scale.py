@@ -1,9 +1,9 @@
 """What a controller costs per rank, and how many ranks it supports.
 
-Run it with `python -m benchmarks.controller_scale`. It starts its own Ray with the real controller
-actor (`raypp.control.controller`, with its leader, record, watch and metrics) and simulates the
-ranks of the run: each rank reports through its own `ReportBuffer` as often as in a run of that
-size, and rank 0 reports a finished step every second. Nothing is trained. There are three cases:
+It starts its own Ray with the real controller actor (`raypp.control.controller`, with its leader,
+record, watch and metrics) and simulates the ranks of the run: each rank reports through its own
+`ReportBuffer` as often as in a run of that size, and rank 0 reports a finished step every second.
+Nothing is trained. There are three cases:
 
 - "nobody reports": no reports.
 - "without Ray": the leader receives the same batches inside its own process. The difference to the
@@ -14,58 +14,34 @@ The controller's other calls are made, too. The call that waits for a rank's end
 long as with real workers. One idle process per node checks the controller, as standby workers do.
 """
 
-import argparse
 import logging
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from benchmarks.held_ranks import (
-    HeldController,
-    Idlers,
-    Sender,
-    StandIn,
-    Usage,
-    job_document,
-)
-from benchmarks.surroundings import announce
+from benchmarks.held_ranks import HeldController, Idlers, Sender, StandIn, Usage, job_document
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from raypp.control.protocol import RunRequest
 from raypp.control.report.reporter import interval_s
 from raypp.job.job import Job
 
 STARTS = 5
 THREADS = 128  # as the driver starts the controller
-HEADINGS = (
-    "ranks", "way", "reports/s", "calls/s", "share of a core", "of it the leading thread", "CPU µs per rank and second",
-    "resident, MB", "slowest answer, s", "oldest sign of life, s",
-)  # fmt: skip
+SENDERS = 2
+"""Processes that send for the ranks."""
+TITLES = (
+    "ranks | way | reports/s | calls/s | share of a core | of it the leading thread | CPU µs per rank and second"
+    " | resident, MB | slowest answer, s | oldest sign of life, s"
+)
 
 
-@dataclass(frozen=True)
-class Row:
-    """The cost of one size of run, per second.
-
-    `cpu` and `leader` are CPU seconds: of the controller in total, and of its leading thread.
-    """
-
-    ranks: int
-    way: str
-    reports: float
-    calls: float
-    cpu: float
-    leader: float
-    resident: int
-    longest_s: float
-    oldest_s: float
-
-
-def measure(ranks: int, period_s: float, seconds: float, senders: int) -> list[Row]:
-    """Measures one size of run in every case."""
+def measure(ranks: int, period_s: float, seconds: float) -> None:
+    """Measures one size of run in every case, and prints a row of each."""
     with tempfile.TemporaryDirectory() as folder:
         document = Job.model_validate(job_document(ranks, folder)).model_dump(mode="json")
         request = RunRequest(f"held-{ranks}", document)
@@ -76,21 +52,20 @@ def measure(ranks: int, period_s: float, seconds: float, senders: int) -> list[R
             time.sleep(0.2)
         before = ray.get(controller.usage.remote())
         time.sleep(seconds / 2)
-        rows = [_row(ranks, "nobody reports", before, ray.get(controller.usage.remote()), seconds / 2)]
+        _print_row(ranks, "nobody reports", before, ray.get(controller.usage.remote()), seconds / 2)
         before = ray.get(controller.usage.remote())
         made = ray.get(controller.feed.remote(ranks, period_s, seconds))
         after = ray.get(controller.usage.remote())
-        rows.append(_row(ranks, "without Ray", before, after, seconds, int(ranks / period_s * seconds), made=made))
-        share = -(-ranks // senders)
+        _print_row(ranks, "without Ray", before, after, seconds, int(ranks / period_s * seconds), made=made)
+        share = -(-ranks // SENDERS)
         firsts = range(0, ranks, share)
         crowd: list[Any] = [Sender.remote(controller, at, min(share, ranks - at), ranks) for at in firsts]  # type: ignore[attr-defined]
-        rows.append(_sent(ranks, "each rank", controller, crowd, period_s, seconds))
+        _report_through_ray(ranks, controller, crowd, period_s, seconds)
         for actor in (*crowd, controller, stand_in):
             ray.kill(actor)
-    return rows
 
 
-def _sent(ranks: int, way: str, controller: Any, crowd: list[Any], period_s: float, seconds: float) -> Row:
+def _report_through_ray(ranks: int, controller: Any, crowd: list[Any], period_s: float, seconds: float) -> None:
     """Measures the cost of reports that reach the controller through Ray."""
     ray.get([one.send.remote(period_s, 2.0) for one in crowd])
     idlers: Any = Idlers.remote()  # type: ignore[attr-defined]
@@ -101,22 +76,21 @@ def _sent(ranks: int, way: str, controller: Any, crowd: list[Any], period_s: flo
     after, took = ray.get(controller.usage.remote()), time.monotonic() - begun
     ray.get(asking)
     ray.kill(idlers)
-    return _row(ranks, way, before, after, took, sum(count for count, _ in told), max(late for _, late in told))
+    count, late = sum(count for count, _ in told), max(late for _, late in told)
+    _print_row(ranks, "each rank", before, after, took, count, late)
 
 
-def _row(
-    ranks: int,
-    way: str,
-    before: Usage,
-    after: Usage,
-    took: float,
-    reports: int = 0,
-    late: float = 0.0,
-    made: float = 0.0,
-) -> Row:
-    cpu, leader = after.cpu_s - before.cpu_s - made, after.leader_s - before.leader_s
+def _print_row(
+    ranks: int, way: str, before: Usage, after: Usage, took: float, reports: int = 0, late: float = 0, made: float = 0
+) -> None:
+    """`took`: seconds between both usages; `made`: CPU seconds that are not the controller's."""
+    cpu, leader = (after.cpu_s - before.cpu_s - made) / took, (after.leader_s - before.leader_s) / took
     calls, oldest = (after.calls - before.calls) / took, after.oldest_s if reports else 0.0
-    return Row(ranks, way, reports / took, calls, cpu / took, leader / took, after.resident, late, oldest)
+    print(
+        f"| {ranks:,} | {way} | {reports / took:,.0f} | {calls:,.1f} | {cpu:.2%} | {leader:.2%} "
+        f"| {cpu / ranks * 1e6:,.0f} | {after.resident / 1e6:,.0f} | {late:.2f} | {oldest:.2f} |",
+        flush=True,
+    )
 
 
 def _start_ray() -> None:
@@ -136,25 +110,14 @@ def _start_ray() -> None:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1000], help="multiples of 20, from 40")
-    arguments.add_argument("--seconds", type=float, default=12.0, help="how long each way is watched")
-    arguments.add_argument("--senders", type=int, default=2, help="processes that send for the ranks")
-    given = arguments.parse_args()
-    announce()
+    given = begin(__doc__, ranks=([1000], "multiples of 20, from 40"), seconds=(12.0, "how long each way is watched"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65536)), hard))
     _start_ray()
-    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
+    print(head(TITLES))
     try:
         for ranks in given.ranks:
-            for row in measure(ranks, interval_s(ranks), given.seconds, given.senders):
-                print(
-                    f"| {row.ranks:,} | {row.way} | {row.reports:,.0f} | {row.calls:,.1f} | {row.cpu:.2%} |"
-                    f" {row.leader:.2%} | {row.cpu / row.ranks * 1e6:,.0f} | {row.resident / 1e6:,.0f} |"
-                    f" {row.longest_s:.2f} | {row.oldest_s:.2f} |",
-                    flush=True,
-                )
+            measure(ranks, interval_s(ranks), given.seconds)
     finally:
         ray.shutdown()
 

@@ -1,14 +1,13 @@
 """The cost of the runtime per microbatch, compared with torch's own schedule classes.
 
-Run it with `python -m benchmarks.dispatch`. The stages compute almost nothing (one small linear
-layer), on two ranks, with many microbatches, so the time is dispatch and messages. Both run in the
-same processes, in turn.
+The stages compute almost nothing (one small linear layer), on two ranks, with many microbatches, so
+the time is dispatch and messages. Both run in the same processes, in turn.
 """
 
-import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head, spread
 from benchmarks.throughput import torchrun
 from raypp.planning.schedules.catalogue import build_program
 from raypp.planning.seating import place_stages
@@ -107,21 +107,15 @@ def rank_main(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(options.rounds)
+        rank_main(int(sys.argv[1]))
         return
-    announce()
-    found = torchrun("benchmarks.dispatch", ["--rounds", str(options.rounds)])[0]
-    print(
-        "\n| schedule | raypp, µs per microbatch | torch's class, µs | ratio, median (min to max) |\n|---|---|---|---|"
-    )
+    options = begin(__doc__, rounds=(10, "turns of both"))
+    found = torchrun("benchmarks.dispatch", [str(options.rounds)])[0]
+    print(head("schedule | raypp, µs per microbatch | torch's class, µs | ratio, median (min to max)"))
     for name, pairs in found.items():
-        ratios = sorted(a / b for a, b in pairs)
         a, b = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-        print(f"| {name} | {a:.0f} | {b:.0f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+        print(f"| {name} | {a:.0f} | {b:.0f} | {spread([a / b for a, b in pairs])} |")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """What products in fp8 cost in loss, beside bf16, on real text; and where their error is.
 
-Run it with `python -m benchmarks.fp8_losses`. It takes 20 minutes on one core. It trains the same
-model in both precisions with three seeds, in one process and with all layers in fp8, by the numbers
-that a card multiplies (`raypp.stages.models.fp8`). Then it prints, of one step, how far each
-layer's gradients are from those in fp32, and how far activations between layers are from themselves
-in rows of int8 and of fp8. The figures do not depend on the load of the machine.
+It trains the same model in both precisions with three seeds, in one process and with all layers in
+fp8, by the numbers that a card multiplies (`raypp.stages.models.fp8`). Then it prints, of one step,
+how far each layer's gradients are from those in fp32, and how far activations between layers are
+from themselves in rows of int8 and of fp8. The figures do not depend on the load of the machine.
 """
 
-import argparse
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from benchmarks.wire import LAST, document, train
 from raypp.job.load import parse_job
 from raypp.ports import free_port
@@ -36,8 +35,7 @@ def job_of(precision: str, steps: int, seed: int) -> dict[str, Any]:
 
 def losses(steps: int) -> str:
     """Trains every precision with every seed; returns a Markdown table of final losses."""
-    lines = ["| seed | " + " | ".join(f"{name}: last {LAST}, held out" for name in PRECISIONS) + " | difference |"]
-    lines.append("|---|" + "---|" * (len(PRECISIONS) + 1))
+    lines = [head(f"seed | {' | '.join(f'{name}: last {LAST}, held out' for name in PRECISIONS)} | difference")]
     for seed in SEEDS:
         found = [train(job_of(name, steps, seed), 1, name) for name in PRECISIONS]
         ends = [sum(one["loss"][-LAST:]) / LAST for one in found]
@@ -64,7 +62,7 @@ def one_step(precision: str) -> tuple[dict[str, Tensor], list[Tensor]]:
 def errors() -> str:
     """Returns the errors of one step's gradients by layer, and those of messages, in words."""
     (exact, _), *others = (one_step(name) for name in ("fp32", *PRECISIONS))
-    lines = ["| layer | " + " | ".join(PRECISIONS) + " |", "|---|" + "---|" * len(PRECISIONS)]
+    lines = [head(f"layer | {' | '.join(PRECISIONS)}")]
     for layer in range(LAYERS):
         names = [name for name in exact if name.startswith(f"model.layers.{layer}.")]
         whole = torch.cat([exact[name].flatten() for name in names])
@@ -78,12 +76,9 @@ def errors() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1600)
-    steps = parser.parse_args().steps
-    announce()
+    options = begin(__doc__, steps=(1600, "of each training"))
     print(errors(), flush=True)
-    print(f"\n{losses(steps)}")
+    print(losses(options.steps))
 
 
 if __name__ == "__main__":

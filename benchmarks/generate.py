@@ -1,11 +1,10 @@
-"""Tokens per second of decoding, compared with transformers: `python -m benchmarks.generate`.
+"""Tokens per second of decoding, compared with transformers.
 
 Both load the same small Llama with random weights, in fp32 on the CPU, with one thread, and decode
 greedily in turns in one process. Prompts of a batch have different lengths; transformers pads them
 at their beginning. The tokens are compared, too.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head, spread
 from raypp.planning.resolve import resolve_pipeline
 from raypp.stages.pipeline.decode import Choice, PipelineDecoder, Prompt
 from raypp.tools.inference.rank import load_stages
@@ -31,15 +31,10 @@ CASES = ((1, 32), (8, 32), (8, 256))
 
 
 def main() -> None:
-    """Prints a row for each case."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__)
-    parser.add_argument("--new", type=int, default=64, help="new tokens per prompt (default 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds per case (default 3)")
-    options = parser.parse_args()
+    version = f"transformers {transformers.__version__}"
+    options = begin(__doc__, version, new=(64, "new tokens per prompt"), rounds=(3, "turns of both in each case"))
     torch.set_num_threads(1)
-    announce(f"transformers {transformers.__version__}")
-    print("| prompts | longest | raypp tokens/s | transformers tokens/s | ratio (range) | same tokens |")
-    print("|---|---|---|---|---|---|")
+    print(head("prompts | longest | raypp tokens/s | transformers tokens/s | ratio (range) | same tokens"))
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model("llama", **SIZES)
@@ -84,10 +79,9 @@ def _case(ours: Any, theirs: Any, rows: int, longest: int, new: int, rounds: int
         (own, mine), (other, his) = _timed(by_raypp), _timed(by_transformers)
         ratios.append(other / own)
         speeds.append((rows * new / own, rows * new / other))
-    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    own_speed, other_speed = (statistics.median(speed[index] for speed in speeds) for index in (0, 1))
+    each = " | ".join(f"{statistics.median(speed[index] for speed in speeds):.0f}" for index in (0, 1))
     same = sum(a == b for a, b in zip(mine, his, strict=True))
-    print(f"| {rows} | {longest} | {own_speed:.0f} | {other_speed:.0f} | {ratio} | {same} of {rows} |", flush=True)
+    print(f"| {rows} | {longest} | {each} | {spread(ratios)} | {same} of {rows} |", flush=True)
 
 
 def _timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Speed, memory and MFU of one device: `python -m benchmarks.gpu_single`.
+"""Speed, memory and MFU of one device.
 
 Trains Llama models of 1B and 8B parameters in bf16 on one device, with every mode of recomputation,
 with and without torch.compile, on one long document per row and on packed short ones. The 8B model
@@ -18,29 +18,26 @@ The peak is the data sheet's. `of matmul` is the causal formula as a share of th
 device reaches in a square product of matrices.
 """
 
-import argparse
 import json
 import multiprocessing
-import os
 import re
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.surroundings import announce
+from benchmarks.hosts import keys
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
+from benchmarks.throughput import torchrun
 from benchmarks.timed_rank import job_of
 from raypp.job.job import Job
 from raypp.planning.costs import DEVICES
 from raypp.planning.flops import head_flops
 from raypp.planning.sizes import sizes_of
-from raypp.ports import free_port
 
 WARM = 3
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,24 +59,17 @@ LESS_MEMORY: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One run.
-
-    Attributes:
-        name: What differs, for the table.
-        model: Key of MODELS.
-        seq_len: T, tokens of a row.
-        settings: Keys of the job.
-    """
+    """One run: what differs, for the table; a key of MODELS; tokens of a row; keys of the job."""
 
     name: str
     model: str
     seq_len: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
 
-    def arguments(self, precision: str) -> list[str]:
-        """Returns the `--set` arguments of `benchmarks.timed_rank`."""
+    def words(self, precision: str) -> list[str]:
+        """Returns the keys of the job, as in `train.steps=5`."""
         rows, microbatches = BATCH[self.model]
-        keys: dict[str, Any] = {
+        values: dict[str, Any] = {
             "model": {"kind": "llama", **MODELS[self.model]},
             "data.seq_len": self.seq_len,
             "data.document_len": [self.seq_len, self.seq_len],
@@ -91,7 +81,7 @@ class Variant:
             **LESS_MEMORY.get(self.model, {}),
             **self.settings,
         }
-        return [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
@@ -121,21 +111,14 @@ def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
 
 def run(variant: Variant, precision: str, steps: int) -> dict[str, Any] | str:
     """Runs a variant in a process of its own; returns its figures, or why it has none."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/out"
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
-             "--master-port", str(free_port()), "-m", "benchmarks.timed_rank", "--steps", str(steps),
-             "--no-save", *variant.arguments(precision)],
-            check=False, capture_output=True, text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out, "BENCH_STORE": f"{folder}/store"},
-        )  # fmt: skip
-        if done.returncode == 0:
-            return dict(json.loads(Path(f"{out}.0").read_text()))
-        if "out of memory" in done.stderr:
+    arguments = ["--steps", str(steps), "--no-save", *keys(*variant.words(precision))]
+    try:
+        return torchrun("benchmarks.timed_rank", arguments, ranks=1, alone=False)[0]
+    except subprocess.CalledProcessError as error:
+        if "out of memory" in error.stderr:
             return "out of memory"
-        errors = [line for line in done.stderr.splitlines() if re.match(r"\[rank0\]: \S*Error: ", line)]
-        return errors[-1].removeprefix("[rank0]: ")[:120] if errors else f"exit code {done.returncode}"
+        errors = [line for line in error.stderr.splitlines() if re.match(r"\[rank0\]: \S*Error: ", line)]
+        return errors[-1].removeprefix("[rank0]: ")[:120] if errors else f"exit code {error.returncode}"
 
 
 def model_flops(job: Job) -> dict[str, float]:
@@ -184,39 +167,36 @@ def data_sheet_rate(precision: str) -> tuple[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1b", "8b"] if cuda else ["toy"])
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096, 32768] if cuda else [256])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", default="", help="only variants whose name contains this")
-    options = parser.parse_args()
-    announce()
+    options = begin(
+        __doc__,
+        models=(["1b", "8b"] if cuda else ["toy"], "their sizes", MODELS),
+        seq_lens=([4096, 32768] if cuda else [256], "tokens of a row"),
+        steps=(10, "of each variant"),
+        only=("", "variants whose name contains this"),
+    )
     device, precision = ("cuda", "bf16") if cuda else ("cpu", "fp32")
     name, sheet = data_sheet_rate(precision)
     measured = matmul_rate(device, precision)
     print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
           + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
-    print(
-        "\n| model | T | variant | tokens/s | × first | GiB reserved | GiB used | MFU 6N | causal | full | of matmul |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    titles = "model | T | variant | tokens/s | × first | GiB reserved | GiB used | MFU 6N | causal | full | of matmul"
+    print(head(titles))
     first: dict[tuple[str, int], float] = {}
     for variant in variants(options.models, options.seq_lens):
         if options.only not in variant.name:
             continue
-        begin = f"| {variant.model} | {variant.seq_len} | {variant.name} |"
+        cells = f"| {variant.model} | {variant.seq_len} | {variant.name} |"
         found = run(variant, precision, options.steps)
         if isinstance(found, str):
-            print(f"{begin} {found} | | | | | | | |", flush=True)
+            print(f"{cells} {found} | | | | | | | |", flush=True)
             continue
         rate = statistics.median(t / s for t, s in list(zip(found["tokens"], found["wall"], strict=True))[WARM:])
         reference = first.setdefault((variant.model, variant.seq_len), rate)
-        settings = variant.arguments(precision)[1::2]
-        flops = model_flops(job_of(settings, world=1, steps=1))
+        flops = model_flops(job_of(variant.words(precision), world=1, steps=1))
         shares = [f"{rate * each / sheet:.1%}" if sheet else "" for each in flops.values()]
         print(
-            f"{begin} {rate:,.0f} | {rate / reference:.2f} | {found['peak_mib'] / 1024:.2f} "
+            f"{cells} {rate:,.0f} | {rate / reference:.2f} | {found['peak_mib'] / 1024:.2f} "
             f"| {found['used_mib'] / 1024:.2f} | {' | '.join(shares)} | {rate * flops['causal'] / measured:.1%} |",
             flush=True,
         )

@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,7 @@ from raypp.control import machine as m
 from raypp.control.controller import Controller
 from raypp.control.leader import Leader
 from raypp.control.placement import Placement
-from raypp.control.protocol import (
-    BatchAnswer,
-    ReportBatch,
-    RunRequest,
-    WorkerInfo,
-    WorkerStatus,
-)
+from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest, WorkerInfo, WorkerStatus
 from raypp.control.report.reporter import ReportBuffer
 from raypp.control.worker import ask_interval_s
 from raypp.control.worker_group import WorkerGroup
@@ -37,10 +30,7 @@ def job_document(ranks: int, url: str) -> dict[str, Any]:
     """Returns a job with this many ranks. Only its mesh, its name and its store matter here."""
     return {
         "name": f"held-{ranks}",
-        "model": {
-            "kind": "llama", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 128,
-            "vocab_size": 256,
-        },
+        "model": {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "ffn_size": 128, "vocab_size": 256},
         "data": {"kind": "synthetic", "seq_len": 64},
         "mesh": {"pp": 4, "fsdp": 5, "dp_replicate": ranks // 20},
         "pipeline": {"microbatches": 8},
@@ -193,11 +183,26 @@ class Sender:
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
         """Reports for this many seconds; returns the number of answers and the longest wait."""
 
-        async def report(batch: ReportBatch) -> BatchAnswer:
-            answer: BatchAnswer = await self._target.report.remote(batch)
-            return answer
+        told, longest, begun = 0, 0.0, time.monotonic()
 
-        return await _tell_all([(one, report) for one in self._simulated], self._all, period_s, seconds)
+        async def tell(one: Simulated) -> None:
+            nonlocal told, longest
+            due = begun + period_s * one.rank / self._all  # spread, as ranks of different nodes are
+            while True:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                batch, asked = one.batch(), time.monotonic()
+                one.buffer.sent(batch, await self._target.report.remote(batch))
+                told, longest = told + 1, max(longest, time.monotonic() - asked)
+                due = max(due + period_s, time.monotonic())
+
+        tasks = [asyncio.create_task(tell(one)) for one in self._simulated]
+        done, waiting = await asyncio.wait(tasks, timeout=seconds)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for task in done:  # only an error can have ended it
+            task.result()
+        return told, longest
 
 
 @ray.remote(num_cpus=0)
@@ -213,30 +218,3 @@ class Idlers:
         while time.monotonic() < end:
             await controller.alive.remote()
             await asyncio.sleep(between)
-
-
-Teller = tuple[Simulated, Callable[[ReportBatch], Awaitable[BatchAnswer]]]
-
-
-async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds: float) -> tuple[int, float]:
-    """Makes all ranks report for a time; returns the number of answers and the longest wait."""
-    told = [0, 0.0]
-    begun = time.monotonic()
-
-    async def tell(one: Simulated, report: Callable[[ReportBatch], Awaitable[BatchAnswer]]) -> None:
-        due = begun + period_s * one.rank / ranks  # spread, as ranks of different nodes are
-        while True:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            batch, asked = one.batch(), time.monotonic()
-            one.buffer.sent(batch, await report(batch))
-            told[0], told[1] = told[0] + 1, max(told[1], time.monotonic() - asked)
-            due = max(due + period_s, time.monotonic())
-
-    tasks = [asyncio.create_task(tell(one, report)) for one, report in tellers]
-    done, waiting = await asyncio.wait(tasks, timeout=seconds)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    for task in done:  # only an error can have ended it
-        task.result()
-    return int(told[0]), told[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,15 +16,21 @@ from typing import Any
 
 from benchmarks.awake import cores_awake
 from benchmarks.turns import Held
-from cluster.testbed import Network
+from cluster.testbed import Network, why_not
 
 PATIENCE_S = 900.0
 
 
 @contextmanager
-def some_hosts(prefix: str, count: int = 2, *, awake: bool = True) -> Iterator[Hosts]:
-    """Creates the hosts, and removes them afterwards, even after SIGTERM. `prefix`: two letters at
+def some_hosts(prefix: str, count: int = 2, *, awake: bool = True, share_cores: bool = False) -> Iterator[Hosts]:
+    """Creates the hosts, and removes them afterwards, even after SIGTERM. Says why and exits where
+    it cannot, or has fewer cores than hosts, unless they `share_cores`. `prefix`: two letters at
     the start of the network's name. `awake`: keep the cores awake (`benchmarks.awake`)."""
+    cores = len(os.sched_getaffinity(0))
+    few = f"{count} hosts need {count} cores, and there are {cores}" if cores < count and not share_cores else ""
+    if reason := why_not() or few:
+        print(f"skipped: {reason}")
+        sys.exit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network = Network.make(f"{prefix}{os.getpid() % 100000}", count)
     try:
@@ -86,19 +91,13 @@ class Hosts:
     def _commands(self, module: str, arguments: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
         """Returns the command and the environment of each rank."""
         self._port += 1
-        found = []
-        for rank in range(self.count):
-            command = self.network.command(rank, pinned(rank, module, arguments))
-            found.append((command, self._environment(rank)))
-        return found
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        return {
-            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
-            "WORLD_SIZE": str(self.count), "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
-            "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port),
+        shared = {
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": self.network.address(0),
+            "MASTER_PORT": str(self._port),
         }  # fmt: skip
+        commands = [self.network.command(rank, pinned(rank, module, arguments)) for rank in range(self.count)]
+        return [(one, shared | {"RANK": str(rank), "GROUP_RANK": str(rank)}) for rank, one in enumerate(commands)]
 
 
 def pinned(core: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -106,7 +105,6 @@ def pinned(core: int, module: str, arguments: Sequence[str]) -> list[str]:
     return ["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-m", module, *arguments]
 
 
-def spread(values: Sequence[float]) -> str:
-    """Formats the median, and the range if there are several values: `1.23 (1.10 to 1.40)`."""
-    middle = f"{statistics.median(values):.2f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
+def keys(*settings: str) -> list[str]:
+    """Returns the arguments that set keys of the job, as in `train.steps=5`."""
+    return [word for setting in settings for word in ("--set", setting)]

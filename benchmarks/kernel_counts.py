@@ -1,14 +1,12 @@
 """Kernels and bytes of elementwise work in a step, one by one and compiled for CUDA. Needs no GPU.
 
-Run it with `python -m benchmarks.kernel_counts`: Llama-3.1-8B, 4,096 tokens, bf16, on tensors
-without memory. *One by one* are the operators that pass over memory, RMSNorm as one, as on CUDA.
-*Compiled* are the kernels that torch.compile plans for an H100, by torch's own scheduler. Matrix
-products and attention are neither. GB are read and written, each tensor once a kernel. For a block
-of 128 experts all operators count, products too: for a loop over them, for one product of all, and
-with kernels for the ways of rows.
+Llama-3.1-8B, 4,096 tokens, bf16, on tensors without memory. *One by one* are the operators that
+pass over memory, RMSNorm as one, as on CUDA. *Compiled* are the kernels that torch.compile plans
+for an H100, by torch's own scheduler. Matrix products and attention are neither. GB are read and
+written, each tensor once a kernel. For a block of 128 experts all operators count, products too:
+for a loop over them, for one product of all, and with kernels for the ways of rows.
 """
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
 from benchmarks.torch_private import kernels_on_cuda
 from raypp.job.decoder_layer import Layer
 from raypp.job.load import parse_job
@@ -152,9 +150,7 @@ def experts(way: str) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    announce()
+    begin(__doc__)
     print(f"\n{'forward and backward':32}{'passes':>9} {'GB':>7} {'kernels':>9} {'GB':>7} {'products':>9}")
     with fake_tensors() as fake:
         count("SwiGLU", lambda gate, up: F.silu(gate) * up, [tensor(TOKENS, SIZES["ffn_size"]) for _ in "gu"], fake)

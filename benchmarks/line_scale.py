@@ -1,20 +1,20 @@
 """What the leader of a cluster's line costs while runs wait.
 
-Run it with `python -m benchmarks.line_scale`. It starts its own Ray with the real leader
-(`raypp.control.queue.leader`), tickets of runs of different sizes that wait, and eight runs that
-hold all devices: placement groups, and actors in place of their controllers, which say that the
-runs take another day. So in each turn the leader asks whether one may go past the head. The first
-row is an actor that does nothing: what Ray itself takes.
+It starts its own Ray with the real leader (`raypp.control.queue.leader`), tickets of runs of
+different sizes that wait, and eight runs that hold all devices: placement groups, and actors in
+place of their controllers, which say that the runs take another day. So in each turn the leader
+asks whether one may go past the head. The first row is an actor that does nothing: what Ray itself
+takes.
 """
 
-import argparse
 import time
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from raypp.control.protocol import NAMESPACE
 from raypp.control.queue import cluster_view
 from raypp.control.queue.leader import LineLeader
@@ -46,13 +46,9 @@ class Controller:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--waiting", type=int, nargs="+", default=[1, 100, 1000], help="runs that wait")
-    arguments.add_argument("--seconds", type=float, default=20.0, help="how long each is watched")
-    given = arguments.parse_args()
-    announce()
+    given = begin(__doc__, waiting=([1, 100, 1000], "runs that wait"), seconds=(20.0, "how long each is watched"))
     ray.init(address="local", num_cpus=RUNNING, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
-    print("| runs that wait | share of a core |\n|---|---|")
+    print(head("runs that wait | share of a core"))
     try:
         for number in range(RUNNING):
             ray.get(placement_group([{"CPU": 1.0}], name=group_name(f"running-{number}.x")).ready())

@@ -1,14 +1,12 @@
 """Losses of replicas that train apart, over many outer steps: against exact sums.
 
-Run it with `python -m benchmarks.outer_losses --schedule cosine` (or `constant`): 30 minutes of one
-core. It trains a small Llama with two replicas and three seeds: with exact sums, and apart with 20
-and 100 steps between two outer steps (750 and 150 of them). All trainings run in one process, on
+It trains a small Llama with two replicas and three seeds: with exact sums, and apart with 20 and
+100 steps between two outer steps (750 and 150 of them). All trainings run in one process, on
 stacked weights, because so many steps of real ranks take days. Rows, first weights and learning
 rates are raypp's; `--check` trains 60 steps with raypp's own ranks, too, and prints the largest
 difference.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -18,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from benchmarks.wire import document, train
 from raypp.job.job import Job
 from raypp.job.load import parse_job
@@ -49,13 +48,8 @@ def syncs(steps: int) -> dict[str, dict[str, Any]]:
 
 def job_of(seed: int, steps: int, schedule: str, *, replicas: int = REPLICAS, rows: int = ROWS, **sync: Any) -> Any:
     job = document({}, steps, seed)
-    job["model"] |= {
-        "num_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "num_heads": HEADS,
-        "num_kv_heads": 1,
-        "ffn_size": INNER,
-    }
+    job["model"] |= {"num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": HEADS}
+    job["model"] |= {"num_kv_heads": 1, "ffn_size": INNER}
     job["data"] |= {"seq_len": LENGTH, "eval": {"fraction": 0.02}}
     job |= {"mesh": {"dp_replicate": replicas}, "pipeline": {"microbatches": 1}}
     job["train"] |= {"micro_batch_size": rows, "clip_norm": 1.0, "sync": sync or {"kind": "exact"}}
@@ -207,19 +201,19 @@ def check(schedule: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15_000)
-    parser.add_argument("--schedule", choices=("cosine", "constant"), default="cosine")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--check", action="store_true", help="compare 60 steps with raypp's ranks instead")
-    options = parser.parse_args()
-    announce()
+    options = begin(
+        __doc__,
+        steps=(15_000, "of each training"),
+        schedule=("cosine", "learning rates", ("cosine", "constant")),
+        seeds=([0, 1, 2], "of the trainings"),
+        check=(False, "compare 60 steps with raypp's ranks instead"),
+    )
     torch.set_num_threads(1)
     if options.check:
         check(options.schedule)
         return
     _, held_out = run(options.seeds, options.steps, options.schedule)
-    print("\n| two replicas | held-out loss by seed | difference |\n|---|---|---|")
+    print(head("two replicas | held-out loss by seed | difference"))
     for name, losses in held_out.items():
         differences = [loss / exact - 1 for loss, exact in zip(losses, held_out["exact"], strict=True)]
         mean, shown = statistics.mean(differences), ", ".join(f"{loss:.4f}" for loss in losses)

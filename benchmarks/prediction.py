@@ -1,13 +1,12 @@
 """Compares predicted with measured step times.
 
-Run it with `python -m benchmarks.prediction`. It needs root and about 10 minutes. Two hosts
-(network namespaces) have one core each and a cable of a set rate. The costs of the model's parts
-are measured on both cores at once, with the code of `raypp plan --measure`. The step of every
-configuration is compared with what `raypp plan --costs --links` predicts for two nodes with the
-speeds of the cores. Nothing is fitted to the runs. Because the machine's speed drifts, all
-configurations run at the same time and take turns of a few steps, round after round, every second
-round in reverse order. Costs are measured some seconds before and after each turn. The tables show
-medians over the rounds.
+It needs root. Two hosts (network namespaces) have one core each and a cable of a set rate. The
+costs of the model's parts are measured on both cores at once, with the code of `raypp plan
+--measure`. The step of every configuration is compared with what `raypp plan --costs --links`
+predicts for two nodes with the speeds of the cores. Nothing is fitted to the runs. Because the
+machine's speed drifts, all configurations run at the same time and take turns of a few steps, round
+after round, every second round in reverse order. Costs are measured some seconds before and after
+each turn. The tables show medians over the rounds.
 
 The cores are kept awake (`benchmarks.awake`). With `--sleeping-cores` they are not: the forecast
 does not know that virtual cores come back slow from a wait.
@@ -20,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from benchmarks.hosts import Hosts, pinned, some_hosts, spread
-from benchmarks.surroundings import announce
+from benchmarks.hosts import Hosts, keys, pinned, some_hosts
+from benchmarks.link_hiding import SLEEPING, TURNS
+from benchmarks.surroundings import begin
+from benchmarks.tables import head, spread
 from benchmarks.timed_rank import job_of
-from benchmarks.turns import Held
-from cluster.testbed import why_not
+from benchmarks.turns import Held, figures
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
@@ -36,7 +36,7 @@ WARM = 2
 """Steps that are not counted, because buffers still grow."""
 GOAL = 0.1
 
-ALONE = ["checkpoint.memory_tier=false"]
+ALONE = "checkpoint.memory_tier=false"
 """Turns off snapshots over the cable: the forecast does not include them."""
 CONFIGURATIONS: list[tuple[list[str], float | None]] = [
     (["pipeline.lookahead=0"], None),
@@ -56,9 +56,8 @@ CONFIGURATIONS: list[tuple[list[str], float | None]] = [
 
 def hold_meters(settings: Sequence[str]) -> Held:
     """Measures costs in turns, on both cores at once. They depend on `settings`."""
-    words = [word for setting in settings for word in ("--set", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    held = Held([(pinned(core, "benchmarks.timed_costs", words), environment) for core in range(2)], list)
+    held = Held([(pinned(core, "benchmarks.timed_costs", keys(*settings)), environment) for core in range(2)], list)
     held.steps(WARM)
     return held
 
@@ -88,11 +87,10 @@ def rows_of(index: int) -> str:
     return next((setting for setting in CONFIGURATIONS[index][0] if setting.startswith("train.micro_batch_size")), "")
 
 
-def begin(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
+def started(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
     """Starts the ranks of a configuration and runs their first steps."""
     hosts.set_cable(mbit)
-    words = [word for setting in [*settings, *ALONE] for word in ("--set", setting)]
-    held = hosts.hold("benchmarks.timed_rank", words)
+    held = hosts.hold("benchmarks.timed_rank", keys(*settings, ALONE))
     held.steps(WARM)
     return held
 
@@ -103,7 +101,7 @@ def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict
     done = held[index].steps(steps)
     parts = [one.told[0]["parts"] for one in done]
     return {
-        "seconds": statistics.mean(one.seconds for one in done),
+        "seconds": figures(done)["step_s"],
         "parts": {name: statistics.mean(one.get(name, 0.0) for one in parts) for name in parts[0]},
     }
 
@@ -129,8 +127,8 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
     found: dict[int, list[Pair]] = {index: [] for index in options.only}
     held: dict[int, Held] = {}
     for index in options.only:
-        held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
-    meters = {kind: hold_meters([*options.set, *kind.split()]) for kind in set(map(rows_of, options.only))}
+        held[index] = started(hosts, *CONFIGURATIONS[index])
+    meters = {kind: hold_meters(kind.split()) for kind in set(map(rows_of, options.only))}
     for number in range(options.rounds):
         last: tuple[str, list[dict[str, Any]]] | None = None  # kind and costs of the latest measurement
         for index in options.only[:: -1 if number % 2 else 1]:
@@ -140,7 +138,7 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
             taken = turn(hosts, held, index, options.steps)
             after = measured_costs(meters, kind)
             last = kind, after
-            cast = predicted([*options.set, *settings], mbit, [before, after])
+            cast = predicted(settings, mbit, [before, after])
             found[index].append((taken, cast))
             print(f"round {number}: {', '.join(settings)} at {mbit}: {taken['seconds']:.3f} s, "
                   f"predicted {cast.step_s:.3f} s", flush=True)  # fmt: skip
@@ -150,33 +148,15 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each configuration")
     everything = range(len(CONFIGURATIONS))
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        type=int,
-        choices=everything,
-        default=list(everything),
-        metavar="N",
-        help="some of the configurations, by their number from 0 on",
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a key of the job, in all of them")
-    parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
-    options = parser.parse_args()
-    announce()
-    if why := why_not():
-        raise SystemExit(why)
+    only = (list(everything), "some of the configurations, by their number from 0 on", everything)
+    options = begin(__doc__, **TURNS, **SLEEPING, only=only)
     with some_hosts("pr", awake=not options.sleeping_cores) as hosts:
         found = measure(hosts, options)
     cores = "as the machine has them" if options.sleeping_cores else "kept awake"
-    print(f"\nrounds: {options.rounds}, of {options.steps} steps each; cores {cores}\n")
-    titles = ["configuration", "cable", "measured, s", "predicted, s", "predicted ÷ measured", "the schedule alone"]
-    titles += ["the rest, s"]
-    print(f"| {' | '.join(titles)} |")
-    print("|---" * len(titles) + "|")
+    print(f"\nrounds: {options.rounds}, of {options.steps} steps each; cores {cores}")
+    titles = "configuration | cable | measured, s | predicted, s | predicted ÷ measured | the schedule alone"
+    print(head(f"{titles} | the rest, s"))
     errors = []
     for index, pairs in found.items():
         settings, mbit = CONFIGURATIONS[index]

@@ -1,13 +1,11 @@
 """The time from `kill -9` of a rank to the next finished step, and the cold start of the same run.
 
-Run it with `python -m benchmarks.recovery`. It starts its own embedded cluster (with an S3 server),
-trains a tiny model on three pipeline stages, and kills one rank after the other. For each, it
-prints the time until the failure was detected, the time until the next step was finished, the
-number of processes kept, and the number of steps done twice; once with the memory tier and once
-without.
+It starts its own embedded cluster (with an S3 server), trains a tiny model on three pipeline
+stages, and kills one rank after the other. For each, it prints the time until the failure was
+detected, the time until the next step was finished, the number of processes kept, and the number of
+steps done twice; once with the memory tier and once without.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -16,20 +14,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 
 RAYPP = str(Path(sys.executable).parent / "raypp")
 TEXT = Path("jobs/data/kjv-new-testament.txt")
 STANDBY_READY_S = 8.0
 PATIENCE_S = 180.0
 PP = 3
+
+
+@contextmanager
+def embedded_cluster() -> Iterator[dict[str, str]]:
+    """Starts a cluster, and stops it in the end; yields the environment of its commands."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "RAYPP_HOME": home}
+        environment.pop("RAYPP_ADDRESS", None)
+        subprocess.run([RAYPP, "local", "up"], check=True, env=environment, stdout=subprocess.DEVNULL)
+        try:
+            yield environment
+        finally:
+            subprocess.run([RAYPP, "local", "down", "--delete-data"], check=False, env=environment)
 
 
 @dataclass(frozen=True)
@@ -128,30 +141,17 @@ def observe(tier: bool, rounds: int, folder: str, environment: dict[str, str]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1, help="kills of each rank")
-    options = parser.parse_args()
-    announce()
-    columns = "memory tier | killed | known s | seats s | next step s | of a cold start | processes kept | steps again"
-    print(f"| {columns} |\n{'|---' * len(columns.split('|'))}|")
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "RAYPP_HOME": home}
-        environment.pop("RAYPP_ADDRESS", None)
-        subprocess.run([RAYPP, "local", "up"], check=True, env=environment, stdout=subprocess.DEVNULL)
-        try:
-            for tier in (True, False):
-                cold, recoveries = observe(tier, options.rounds, folder, environment)
-                word = "on" if tier else "off"
-                for one in recoveries:
-                    print(
-                        f"| {word} | {one.victim} | {one.known:.2f} | {one.seats:.2f} | {one.next_step:.2f} "
-                        f"| {one.next_step / cold:.2f} | {one.kept} of {PP} | {one.steps_again} |",
-                        flush=True,
-                    )
-                median = statistics.median(one.next_step for one in recoveries)
-                print(f"| {word} | median | | | {median:.2f} | {median / cold:.2f} of {cold:.2f} s | | |", flush=True)
-        finally:
-            subprocess.run([RAYPP, "local", "down", "--delete-data"], check=False, env=environment)
+    options = begin(__doc__, rounds=(1, "kills of each rank"))
+    titles = "memory tier | killed | known s | seats s | next step s | of a cold start | processes kept | steps again"
+    print(head(titles))
+    with tempfile.TemporaryDirectory() as folder, embedded_cluster() as environment:
+        for word in ("on", "off"):
+            cold, recoveries = observe(word == "on", options.rounds, folder, environment)
+            for one in recoveries:
+                print(f"| {word} | {one.victim} | {one.known:.2f} | {one.seats:.2f} | {one.next_step:.2f} "
+                      f"| {one.next_step / cold:.2f} | {one.kept} of {PP} | {one.steps_again} |")  # fmt: skip
+            median = statistics.median(one.next_step for one in recoveries)
+            print(f"| {word} | median | | | {median:.2f} | {median / cold:.2f} of {cold:.2f} s | | |", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.tables import head
 from raypp.ports import free_port
 from raypp.records import Coordinates, Reporter, Seat
 from raypp.state.checkpoint.announce import Announcements
@@ -30,10 +31,8 @@ class _Silent:
 
 
 def recut_table(folder: str) -> list[str]:
-    lines = [
-        f"State of {LAYERS * WIDTH * WIDTH * 12 / 1e6:.0f} MB in matrices of {WIDTH} × {WIDTH}, written by pp 2.", "",
-        "| read by | bytes read ÷ needed, all ranks | worst rank |", "|---|---|---|",
-    ]  # fmt: skip
+    size = f"{LAYERS * WIDTH * WIDTH * 12 / 1e6:.0f} MB in matrices of {WIDTH} × {WIDTH}"
+    lines = [f"State of {size}, written by pp 2.", head("read by | bytes read ÷ needed, all ranks | worst rank")]
     for pp, fsdp in MESHES:
         world, port = pp * fsdp, free_port()
         processes = [

@@ -1,15 +1,14 @@
 """Sums of gradients over replicas on a slow cable: beside the backward, after it, and in int8.
 
-Run it with `python -m benchmarks.replica_sync`. It needs root, four cores and 12 minutes. Four
-hosts (network namespaces) with one core each train dp_replicate 2 × pp 2. Each has one card for
-messages between stages and sums over replicas. The rate of the cables is set so that a message
-takes 0.5 and 1.0 times a forward. The programs:
+It needs root and four cores. Four hosts (network namespaces) with one core each train dp_replicate
+2 × pp 2. Each has one card for messages between stages and sums over replicas. The rate of the
+cables is set so that a message takes 0.5 and 1.0 times a forward. The programs:
 
-- after: FSDP's own sums, awaited after the last backward (what raypp did before).
+- after: FSDP's own sums, awaited after the last backward.
 - beside, at once: sums start in the last backward of every stage, also of one that has its last
   gradient still to send.
-- beside: those of a stage that still sends start when its last gradient has left
-  (`pipeline.wire`). This is what raypp does.
+- beside: those of a stage that still sends start when its last gradient has left (`pipeline.wire`).
+  This is what raypp does.
 - int8: beside, in int8 with error feedback (`train.sync`).
 
 All run at the same time and train in turns of a few steps, round after round, every second round in
@@ -19,16 +18,14 @@ limit of the cable are those of `beside`.
 """
 
 import argparse
-import os
 import statistics
-import time
 from collections.abc import Sequence
 
-from benchmarks.hosts import Hosts, some_hosts, spread
-from benchmarks.link_hiding import message_bits
-from benchmarks.surroundings import announce
-from benchmarks.turns import Held, Turn
-from cluster.testbed import why_not
+from benchmarks.hosts import Hosts, keys, some_hosts
+from benchmarks.link_hiding import TURNS, Figures, message_bits
+from benchmarks.surroundings import begin
+from benchmarks.tables import head, spread
+from benchmarks.turns import Held, Turn, figures
 
 HOSTS, MICROBATCHES, WARM = 4, 8, 3
 MESH = "mesh={pp: 2, dp_replicate: 2}"
@@ -41,46 +38,36 @@ PROGRAMS: dict[str, list[str]] = {
 }
 NO_LIMIT = "beside, no limit"
 
-Figures = dict[str, float]
-"""Results of one turn: `step_s`, and `mb` that a host sends per step."""
 
-
-def begin(hosts: Hosts, program: str, microbatches: int) -> Held:
+def started(hosts: Hosts, program: str) -> Held:
     """Starts a program without a limit of the cables, and runs its first steps."""
-    settings = (MESH, "checkpoint.memory_tier=false", "pipeline.lookahead=1", f"pipeline.microbatches={microbatches}")
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    held = hosts.hold("benchmarks.timed_rank", ["--cut", "5,3", *arguments, *PROGRAMS[program]])
+    settings = keys(MESH, "checkpoint.memory_tier=false", "pipeline.lookahead=1")
+    settings += keys(f"pipeline.microbatches={MICROBATCHES}")
+    held = hosts.hold("benchmarks.timed_rank", ["--cut", "5,3", *settings, *PROGRAMS[program]])
     held.steps(WARM)
     return held
 
 
-def figures(steps: Sequence[Turn]) -> Figures:
-    return {
-        "step_s": statistics.mean(one.seconds for one in steps),
-        "mb": statistics.mean(max(one.sent) for one in steps) / 1e6,
-    }
-
-
-def forward_s(steps: Sequence[Turn], microbatches: int) -> float:
+def forward_s(steps: Sequence[Turn]) -> float:
     """Returns the time of a forward, from steps without a limit: a backward takes twice as long."""
     pipeline = statistics.mean(one.told[0]["parts"]["pipeline"] for one in steps)
-    return pipeline / (3 * (microbatches + 1))
+    return pipeline / (3 * (MICROBATCHES + 1))
 
 
 def measure(hosts: Hosts, options: argparse.Namespace) -> dict[float, list[dict[str, Figures]]]:
     """Returns the figures of every round, by share of a forward that a message takes."""
     hosts.set_cable(None)
-    held = {program: begin(hosts, program, options.microbatches) for program in PROGRAMS}
+    held = {program: started(hosts, program) for program in PROGRAMS}
     found: dict[float, list[dict[str, Figures]]] = {}
     for share in options.shares:
         for number in range(options.rounds):
             hosts.set_cable(None)
             held[BESIDE].steps(1)  # the first step after others have run is slower
             free = held[BESIDE].steps(options.steps)
-            mbit = message_bits() / (share * forward_s(free, options.microbatches)) / 1e6
+            mbit = message_bits() / (share * forward_s(free)) / 1e6
             hosts.set_cable(mbit)
             one = {NO_LIMIT: figures(free)}
-            for program in list(PROGRAMS) if number % 2 == 0 else list(PROGRAMS)[::-1]:
+            for program in list(PROGRAMS)[:: -1 if number % 2 else 1]:
                 held[program].steps(1)
                 one[program] = figures(held[program].steps(options.steps))
             found.setdefault(share, []).append(one)
@@ -93,8 +80,7 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[float, list[dict[
 
 
 def report(found: dict[float, list[dict[str, Figures]]]) -> None:
-    print("\n| message ÷ forward | program | s per step | speed, no limit = 1 | speed, after = 1 | MB a host sends |")
-    print("|---|---|---|---|---|---|")
+    print(head("message ÷ forward | program | s per step | speed, no limit = 1 | speed, after = 1 | MB a host sends"))
     for share, rounds in found.items():
         for program in PROGRAMS:
             seconds, size = (statistics.median(one[program][key] for one in rounds) for key in ("step_s", "mb"))
@@ -105,23 +91,10 @@ def report(found: dict[float, list[dict[str, Figures]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every program on every cable")
-    parser.add_argument("--shares", nargs="*", type=float, default=[0.5, 1.0], help="message ÷ forward of the cables")
-    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of each replica")
-    parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
-    options = parser.parse_args()
-    announce()
-    cores = len(os.sched_getaffinity(0))
-    if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):
-        print(f"skipped: {reason}")
-        return
-    started = time.perf_counter()
-    with some_hosts("rs", HOSTS, awake=not options.sleeping_cores) as hosts:
+    options = begin(__doc__, **TURNS, shares=([0.5, 1.0], "message ÷ forward of the cables"))
+    with some_hosts("rs", HOSTS) as hosts:
         found = measure(hosts, options)
     report(found)
-    print(f"\n{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs all benchmarks one after another: `python -m benchmarks.run`, or `make bench`.
 
-Each benchmark prints its own tables. Ratios compare values within a benchmark, on an otherwise idle
-machine. docs/benchmarks/README.md has the goals and the measurements so far.
+Ratios compare values within a benchmark, on an otherwise idle machine. docs/benchmarks/README.md
+has the goals and the figures so far.
 """
 
 import argparse

@@ -85,10 +85,8 @@ class Ranks:
 
 
 class Teams:
-    """The ranks of several writers, and the server's cost for each.
-
-    A writer that fails is skipped from then on; `lines` has the reason. `server`: its process; see
-    `Ranks` for the rest."""
+    """The ranks of several writers, and the server's cost for each. A writer that fails is skipped
+    from then on; `lines` has the reason. `server`: its process; see `Ranks` for the rest."""
 
     def __init__(self, names: list[str], world: int, megabytes: int, environment: dict[str, str], server: int) -> None:
         python: Path | None = None
@@ -109,10 +107,8 @@ class Teams:
                 self.lines.append(f"{name}: left out, {error}")
 
     def round(self, what: str) -> dict[str, Answers]:
-        """Runs one save of each writer, with a different first one each round.
-
-        The answer of rank 0 also has the CPU seconds of the server.
-        """
+        """Runs one save of each writer, with a different first one each round. The answer of rank 0
+        also has the CPU seconds of the server."""
         names, found = list(self._teams), {}
         self._saves += 1
         first = self._saves % max(1, len(names))

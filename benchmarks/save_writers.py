@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,22 +32,28 @@ class Place:
     megabytes: int
 
 
-class Writer(Protocol):
-    """The writer of one rank."""
+class Writer:
+    """The writer of one rank; here one whose saves are durable when `begin` returns."""
 
-    stage: nn.Module
-    optimizer: torch.optim.Optimizer
+    def __init__(self, place: Place) -> None:
+        self.stage = layers(place.megabytes, place.rank)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.stage.parameters(), fused=True)
+        step(self.stage, self.optimizer, torch.ones(1, WIDTH))
 
     def begin(self, number: int) -> None:
         """Begins a save and returns once the weights may change again."""
+        raise NotImplementedError
 
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        return False
 
     def held_s(self) -> float:
         """Returns the seconds that the step after `begin` waited for it."""
+        return 0.0
 
     def finish(self) -> Answer:
         """Waits until the save is durable and returns facts about it."""
+        return {}
 
 
 def layers(megabytes: int, rank: int) -> nn.Module:
@@ -67,26 +73,19 @@ def step(stage: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.zero_grad(set_to_none=True)
 
 
-def trained(stage: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(stage.parameters(), fused=True)
-    step(stage, optimizer, torch.ones(1, WIDTH))
-    return optimizer
-
-
 def state_bytes(stage: nn.Module) -> int:
     """Returns the bytes of the weights and AdamW's two moments."""
     return 3 * sum(parameter.numel() * 4 for parameter in stage.parameters())
 
 
-class Raypp:
+class Raypp(Writer):
     def __init__(self, place: Place) -> None:
         from raypp.records import Coordinates, Seat
         from raypp.state.checkpoint.announce import Announcements
         from raypp.state.checkpoint.save import CheckpointSaver
         from raypp.storage import open_store
 
-        self.stage = layers(place.megabytes, place.rank)
-        self.optimizer = trained(self.stage)
+        super().__init__(place)
         self.server = TCPStore(
             "127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -120,15 +119,14 @@ class Raypp:
         return {"facts": [event.details for event in self.events if event.kind == "committed"][-1:]}
 
 
-class Boto3Parts:
+class Boto3Parts(Writer):
     """The plain solution: threads call `upload_part` on parts of a buffer; boto3's own settings."""
 
     def __init__(self, place: Place) -> None:
         import boto3
         from botocore.config import Config
 
-        self.stage = layers(place.megabytes, place.rank)
-        self.optimizer = trained(self.stage)
+        super().__init__(place)
         self.client = boto3.client("s3", region_name="us-east-1", config=Config(s3={"addressing_style": "path"}))
         self.data = bytes(torch.randint(0, 255, (state_bytes(self.stage),), dtype=torch.uint8).numpy())
         self.place = {"Bucket": BUCKET, "Key": f"raw/{place.rank}"}
@@ -146,17 +144,8 @@ class Boto3Parts:
             parts: Any = list(pool.map(send, range(-(-len(self.data) // PART_BYTES))))
         self.client.complete_multipart_upload(**self.place, UploadId=upload, MultipartUpload={"Parts": parts})
 
-    def busy(self) -> bool:
-        return False
 
-    def held_s(self) -> float:
-        return 0.0
-
-    def finish(self) -> Answer:
-        return {}
-
-
-class Dcp:
+class Dcp(Writer):
     """torch's distributed checkpoint: `save` blocks, `async_save` returns once the state is copied.
     `writer`: creates the storage writer of a save, given its number."""
 
@@ -164,8 +153,7 @@ class Dcp:
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.world
         )
-        self.stage = layers(place.megabytes, place.rank)
-        self.optimizer = trained(self.stage)
+        super().__init__(place)
         self._writer, self._asynchronous = writer, asynchronous
         self._future: Future[Any] | None = None
 
@@ -183,9 +171,6 @@ class Dcp:
 
     def busy(self) -> bool:
         return self._future is not None and not self._future.done()
-
-    def held_s(self) -> float:
-        return 0.0
 
     def finish(self) -> Answer:
         if self._future is not None:

@@ -1,13 +1,11 @@
-"""The cost of a save, compared with other writers: `python -m benchmarks.saves`.
+"""The cost of a save, compared with other writers.
 
 It uses one S3 server on loopback and runs ranks as processes, with all writers in turn in every
 round. It prints medians over the rounds: what training loses; the upload and its CPU time, compared
-with raw boto3 and DCP's writers; and what a load onto other meshes reads.
-
-The server is SeaweedFS, which stores and whose CPU time bounds every writer.
+with raw boto3 and DCP's writers; and what a load onto other meshes reads. The server is SeaweedFS,
+whose CPU time bounds every writer.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -17,7 +15,8 @@ from typing import Any
 from benchmarks.recut_bytes import recut_table
 from benchmarks.save_teams import Answers, Teams
 from benchmarks.save_writers import WRITERS
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from raypp.control.clusters.seaweed import SeaweedServer
 
 WORLD = 2
@@ -34,11 +33,8 @@ def ratios(theirs: list[float], ours: list[float]) -> float:
 
 
 def in_turns(what: str, rounds: int, teams: Teams, server: SeaweedServer) -> dict[str, list[Answers]]:
-    """Returns the answers of every round, for each writer that did not fail.
-
-    There is one additional round at the start, which allocates memory, opens connections and grows
-    the server's volumes.
-    """
+    """Returns the answers of every round, for each writer that did not fail, after one additional
+    round that allocates memory, opens connections and grows the server's volumes."""
     found: dict[str, list[Answers]] = {}
     for _ in range(rounds + 1):
         for name, answers in teams.round(what).items():
@@ -69,9 +65,10 @@ def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
     gigabytes = sum(answer["state"] for answer in found["raypp"][0]) / 1e9
     client = {name: [sum(a["cpu"] for a in one) / gigabytes for one in answers] for name, answers in found.items()}
     lines = [
-        "| writer | s, median | MB/s | CPU s per GB: ranks | server | cores busy | raypp's save ÷ it, in speed "
-        "| raypp's upload ÷ it | its CPU ÷ raypp's |",
-        "|---|---|---|---|---|---|---|---|---|",
+        head(
+            "writer | s, median | MB/s | CPU s per GB: ranks | server | cores busy | raypp's save ÷ it, in speed"
+            " | raypp's upload ÷ it | its CPU ÷ raypp's"
+        )
     ]
     for name, answers in found.items():
         server_s = statistics.median(one[0]["server"] / gigabytes for one in answers)
@@ -84,10 +81,8 @@ def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
         )
     lines += ["", *bound(found, seconds, gigabytes)]
     extra = [max(answer["extra"] for answer in one) for one in everything["raypp"]]
-    lines += [
-        "",
-        f"raypp's upload alone: {statistics.median(alone):.2f} s, the rest of its save is the copy and the commit.",
-    ]
+    rest = "the rest of its save is the copy and the commit."
+    lines += ["", f"raypp's upload alone: {statistics.median(alone):.2f} s, {rest}"]
     lines.append(f"Peak extra host memory ÷ state: {max(extra):.2f} (goal ≤ 1.10).")
     if "boto3_parts" in seconds:
         lines.append(f"Upload ÷ raw boto3: {ratios(seconds['boto3_parts'], alone):.2f} (goal ≥ 0.90).")
@@ -115,11 +110,8 @@ def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], giga
 def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
     """Measures saves during training, for writers that let it continue."""
     found = warm(in_turns("train", rounds, teams, server))
-    lines = [
-        "| writer | step, s | training stalls, ms, median (longest) | total cost of a save to training, s "
-        "| stall ÷ raypp | total ÷ raypp |",
-        "|---|---|---|---|---|---|",
-    ]
+    titles = "writer | step, s | training stalls, ms, median (longest) | total cost of a save to training, s"
+    lines = [head(f"{titles} | stall ÷ raypp | total ÷ raypp")]
     own = {key: [max(a[key] for a in one) for one in found["raypp"]] for key in ("stall", "lost")}
     for name, answers in found.items():
         still, lost = ([max(a[key] for a in one) for one in answers] for key in ("stall", "lost"))
@@ -133,11 +125,8 @@ def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
 
 def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: SeaweedServer) -> list[str]:
     """Measures raypp's saves of a larger state."""
-    lines = [
-        "| ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step "
-        "| stop ÷ step | of training, saved every 100 steps | step during a save ÷ step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    titles = "ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step"
+    lines = [head(f"{titles} | stop ÷ step | of training, saved every 100 steps | step during a save ÷ step")]
     for world in (1, 2):
         teams = Teams(["raypp"], world, megabytes // world, environment, server.pid)
         try:
@@ -158,7 +147,7 @@ def beside_others(options: Any, environment: dict[str, str], server: SeaweedServ
     teams = Teams(options.writers, WORLD, options.megabytes, environment, server.pid)
     try:
         print("\n".join(uploads(teams, options.rounds, server)), "\n", flush=True)
-        lines = [f"Training of {WORLD} ranks that saves, {options.megabytes} MB of state each:", ""]
+        lines = [f"Training of {WORLD} ranks that saves, {options.megabytes} MB of state each:"]
         lines += losses(teams, options.trains, server)
         return [*lines, "", *teams.lines]
     finally:
@@ -166,18 +155,17 @@ def beside_others(options: Any, environment: dict[str, str], server: SeaweedServ
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of uploads")
-    parser.add_argument("--trains", type=int, default=2, help="rounds of saves during training")
-    parser.add_argument("--megabytes", type=int, default=200, help="per rank, uploads")
-    parser.add_argument("--state", type=int, default=1000, help="MB of all ranks, stops")
-    parser.add_argument("--saves", type=int, default=3, help="measured saves, stops")
-    parser.add_argument("--writers", nargs="+", choices=list(WRITERS), default=list(WRITERS))
-    parser.add_argument(
-        "--only", nargs="+", choices=("stops", "uploads", "loads"), default=["stops", "uploads", "loads"]
+    tables = ["stops", "uploads", "loads"]
+    options = begin(
+        __doc__,
+        rounds=(5, "of uploads"),
+        trains=(2, "rounds of saves during training"),
+        megabytes=(200, "per rank, uploads"),
+        state=(1000, "MB of all ranks, stops"),
+        saves=(3, "measured saves, stops"),
+        writers=(list(WRITERS), "that are compared", WRITERS),
+        only=(tables, "some of the tables", tables),
     )
-    options = parser.parse_args()
-    announce()
     with tempfile.TemporaryDirectory() as folder:
         server = SeaweedServer.start(Path(folder), buckets=("bench",))
         try:
@@ -192,7 +180,7 @@ def main() -> None:
                 ("loads", "Bytes of a load", lambda: recut_table(f"{folder}/recut")),
             ):
                 if name in options.only:
-                    print(f"### {title}\n", flush=True)
+                    print(f"### {title}", flush=True)
                     print("\n".join(lines()), "\n", flush=True)
         finally:
             server.stop()

@@ -1,8 +1,6 @@
-"""The context of a figure: the machine, what else runs on it, versions and commit.
+"""How every benchmark begins: its options, and the context of its figures."""
 
-Every benchmark calls `announce` before it measures.
-"""
-
+import argparse
 import datetime
 import os
 import platform
@@ -11,6 +9,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 MOST_BUSY = 0.25
 """Share of the cores that other programs may use. Above it, figures are theirs as well."""
@@ -19,6 +18,28 @@ OWN_LOAD = "RAYPP_BENCHMARK_BEFORE"
 is then that of the benchmark before."""
 _SAMPLE_S = 0.5
 _REPOSITORY = Path(__file__).parents[1]
+
+
+def begin(description: str | None, more: str = "", /, **options: tuple[Any, ...]) -> argparse.Namespace:
+    """Parses the options of a benchmark, then calls `announce`. `options`: default, help, and the
+    choices if there are some. A list takes several values; False makes a flag."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{Path(sys.argv[0]).stem}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, (default, words, *choices) in options.items():
+        flag, several = f"--{name.replace('_', '-')}", isinstance(default, list)
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=words)
+            continue
+        parser.add_argument(
+            flag, default=default, type=type(default[0] if several else default), nargs="+" if several else None,
+            choices=choices[0] if choices else None, help=f"{words} (default: %(default)s)",
+        )  # fmt: skip
+    given = parser.parse_args()
+    announce(more)
+    return given
 
 
 def announce(more: str = "") -> None:

@@ -1,13 +1,12 @@
 """What a layer costs the ranks of a tp group, beside torch's own tensor parallelism.
 
-Run it with `python -m benchmarks.tensor_parallel`. Two ranks on a core each train a Llama with
-`mesh.tp: 2`; then plain layers of the same sizes, which `parallelize_module` divides as torchtitan
-does, with `SequenceParallel` norms. Forward and backward of a microbatch of four layers and of
-twelve: the difference, by eight, is a layer. Both take turns, and the median of the rounds counts.
-The first size shows the host's work, the second that of the products.
+Two ranks on a core each train a Llama with `mesh.tp: 2`; then plain layers of the same sizes, which
+`parallelize_module` divides as torchtitan does, with `SequenceParallel` norms. Forward and backward
+of a microbatch of four layers and of twelve: the difference, by eight, is a layer. Both take turns,
+and the median of the rounds counts. The first size shows the host's work, the second that of the
+products.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -30,15 +29,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing.spawn import start_processes
 
-from benchmarks.surroundings import announce
-from raypp.job.load import parse_job
-from raypp.planning.resolve import resolve_pipeline
+from benchmarks.block_host import step_of
+from benchmarks.surroundings import begin
 from raypp.ports import free_port
-from raypp.rank.build import build_stages
 from raypp.records import Coordinates
-from raypp.stages.models.documents import PackedDocuments
 from raypp.stages.parallel.rank_groups import make_groups
-from raypp.stages.parallel.shard import local_part
 
 TP, FEW, MORE, VOCABULARY = 2, 4, 12, 320
 SIZES = {"small": (64, 4, 2, 128, 32), "large": (512, 8, 4, 1408, 512)}
@@ -118,21 +113,11 @@ def of_raypp(size: Size, layers: int, groups: Any) -> Callable[[], None]:
     """Returns a step of raypp's runtime."""
     names = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size")
     model = {**dict(zip(names, size[:-1], strict=True)), "num_layers": layers, "vocab_size": VOCABULARY}
-    data, tokens = {"kind": "synthetic", "seq_len": size[-1]}, size[-1]
-    document = {"name": "tp", "data": data, "model": model, "mesh": {"tp": TP}, "pipeline": {"microbatches": 1}}
-    job = parse_job({**document, "train": {"precision": "fp32", "compile": False}}).for_device("cpu")
-    built = build_stages(job, resolve_pipeline(job), groups, torch.device("cpu"), lambda action: None)
-    for parameter in (parameter for module in built.modules for parameter in module.parameters()):
-        local_part(parameter.data).normal_(std=0.02)
-    ids = [torch.randint(0, VOCABULARY, (1, tokens))]
-    arguments = {"positions_BT": torch.arange(tokens)[None], "documents": PackedDocuments.of_lengths((tokens,))}
-
-    def step() -> None:
-        built.runtime.run(1, [tokens], ids, [arguments], ids)
-        for module in built.modules:
-            module.zero_grad(set_to_none=True)
-
-    return step
+    document = {
+        "name": "tp", "data": {"kind": "synthetic", "seq_len": size[-1]}, "model": model, "mesh": {"tp": TP},
+        "pipeline": {"microbatches": 1}, "train": {"precision": "fp32", "compile": False},
+    }  # fmt: skip
+    return step_of(document, groups)
 
 
 def seconds(step: Callable[[], None]) -> tuple[float, float]:
@@ -204,10 +189,7 @@ def rank(index: int, port: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    announce()
+    options = begin(__doc__, rounds=(20, "steps of each kind"))
     start_processes(rank, (free_port(), options.rounds), nprocs=TP)
 
 

@@ -7,6 +7,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ class StepTimer:
         self.cpu: list[float] = []
         self.parts: list[dict[str, float]] = []
         self.tokens: list[int] = []
-        self.bytes: list[float] = []
         self.events: list[dict[str, Any]] = []
         self._gate = Gate()
 
@@ -51,7 +51,6 @@ class StepTimer:
     def step(self, report: StepReport) -> None:
         self.parts.append(dict(report.parts_s))
         self.tokens.append(report.tokens)
-        self.bytes.append(report.wire_bytes)
 
     def event(self, event: Event) -> None:
         self.events.append({"kind": event.kind, "message": event.message, "details": event.details})
@@ -62,16 +61,13 @@ class StepTimer:
 
 def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", url: str = "/tmp/unused") -> Job:
     """Returns the benchmark's job, with keys set."""
+    layers = [int(part) for part in cut.split(",")] if cut else None
     document: dict[str, Any] = {
         "name": "bench",
         "model": model_options().model_dump(),
         "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
         "mesh": {"pp": world},
-        "pipeline": {
-            "schedule": "1f1b",
-            "microbatches": MICROBATCHES,
-            "layers_per_stage": [int(part) for part in cut.split(",")] if cut else None,
-        },
+        "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES, "layers_per_stage": layers},
         "train": {"steps": steps, "micro_batch_size": ROWS},
         "checkpoint": {"url": url, "every_steps": 0},
     }
@@ -79,17 +75,6 @@ def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", ur
     apply_overrides(written, settings)
     assert not written.problems, written.problems
     return parse_job(document)
-
-
-def start_sums(when: str) -> None:
-    """Changes when sums over replicas start: `after` the last backward as FSDP's own, or `at-once`.
-
-    At once: in each stage's last backward, also where its last gradient is still to be sent.
-    """
-    if when == "after":
-        apply._replica_sums = lambda *_: None
-    elif when == "at-once":
-        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -103,8 +88,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pace:
         sleep_instead(arguments.pace)
-    if arguments.sums:
-        start_sums(arguments.sums)
+    if arguments.sums == "after":  # the last backward: FSDP's own
+        apply._replica_sums = lambda *_: None
+    elif arguments.sums == "at-once":  # in each stage's last backward, though its gradient is still to be sent
+        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)  # type: ignore[attr-defined]
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
     steps = arguments.steps + arguments.no_save  # the run is stopped before its last step, which saves
@@ -115,14 +102,12 @@ def main() -> None:
     wall = [b - a for a, b in zip(timer.wall, timer.wall[1:], strict=False)][: arguments.steps]
     cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)][: arguments.steps]
     if os.environ.get("BENCH_OUT"):
-        with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            used = peak
-            if seat.device == "cuda":
-                peak, used = torch.cuda.max_memory_reserved() / 2**20, torch.cuda.max_memory_allocated() / 2**20
-            figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens}
-            figures |= {"peak_mib": peak, "used_mib": used}
-            json.dump({**figures, "bytes": timer.bytes, "events": timer.events}, out)
+        peak = used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if seat.device == "cuda":
+            peak, used = torch.cuda.max_memory_reserved() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+        figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens}
+        figures |= {"peak_mib": peak, "used_mib": used}
+        Path(f"{os.environ['BENCH_OUT']}.{seat.rank}").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ longer than the steps.
 import json
 import os
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -57,6 +58,12 @@ class Turn:
     seconds: float
     told: list[dict[str, Any]]
     sent: list[int]
+
+
+def figures(steps: Sequence[Turn]) -> dict[str, Any]:
+    """Returns the mean seconds `step_s` of a step, and the `mb` that a host sends in it at most."""
+    sent = statistics.mean(max(one.sent) for one in steps) / 1e6
+    return {"step_s": statistics.mean(one.seconds for one in steps), "mb": sent}
 
 
 class Held:

@@ -1,12 +1,11 @@
 """What compressed messages cost in loss and save in bytes, on real text.
 
-Run it with `python -m benchmarks.wire`. It takes 7 minutes. It trains the same job with pp 2 on two
-CPU ranks once per wire format, from the same weights on the same rows, evaluates the final weights
-on held-out text, and prints the losses as a table. The row of another seed shows how large a
-difference by chance is. The figures do not depend on the load of the machine.
+It trains the same job with pp 2 on two CPU ranks once per wire format, from the same weights on the
+same rows, evaluates the final weights on held-out text, and prints the losses as a table. The row
+of another seed shows how large a difference by chance is. The figures do not depend on the load of
+the machine.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -14,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.surroundings import announce
+from benchmarks.surroundings import begin
+from benchmarks.tables import head
 from raypp.job.load import parse_job
 from raypp.planning.decide import decide
 from raypp.ports import free_port
@@ -105,11 +105,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         return float(sum(losses) / len(losses))
 
     exact = found["as computed (fp32)"]
-    lines = [
-        f"| activations / gradients | MB per step | share | loss, mean of the last {LAST} steps | difference "
-        "| held-out loss | difference |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = f"activations / gradients | MB per step | share | loss, mean of the last {LAST} steps | difference "
+    lines = [head(f"{titles}| held-out loss | difference")]
     for name, figures in found.items():
         size, base = figures["bytes"][-1], exact["bytes"][-1]
         lines.append(
@@ -121,15 +118,12 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
-    announce()
+    steps = begin(__doc__, steps=(200, "of each training")).steps
     found = {}
     for name, wire, seed in [*((name, wire, 0) for name, wire in WIRES.items()), (OTHER_SEED, {}, 1)]:
         found[name] = train(document(wire, steps, seed), 2, name)
         print(f"{name}: {found[name]['loss'][-1]:.4f}", flush=True)
-    print(f"\n{table(found)}")
+    print(table(found))
 
 
 if __name__ == "__main__":
