@@ -306,7 +306,7 @@ def against_compiling(job: Job, splits: bool) -> str:
     """Returns why `train.compile: auto` does not compile blocks, as far as the job tells, or "".
     `splits`: whether its program splits backwards."""
     against = {
-        f"{schedule_of(job)} splits backwards": splits,
+        f"{schedule_of(job)} splits backwards, and mesh.tp the matrices": splits and job.mesh.tp > 1,
         "train.sample decodes with the same blocks": job.train.sample is not None,
         "the model is your own": ":" in job.model.kind,
     }

@@ -70,7 +70,8 @@ class ResolvedPipeline:
         output_weight: Cost of norm, projection and loss in the cut, in layers.
         placement: How the schedule places stages: "loop" or "v".
         stages_of_rank: Stages of every pipeline rank, ascending.
-        whole_backwards: Backwards are not split, whatever the schedule does: blocks are compiled.
+        whole_backwards: Backwards are not split, whatever the schedule does: blocks are compiled in
+            a way that cannot be split.
         wire: Formats in which activations and gradients travel between stages.
     """
 

@@ -95,6 +95,12 @@ def wire_bytes(job: Job, form: WireKind) -> int:
     return -(-microbatch_tokens(job) // job.mesh.tp) * each
 
 
+def splits_compiled(job: Job) -> bool:
+    """Whether a compiled block's backward can be split: not with parts of weights, nor in a model
+    of one's own."""
+    return job.mesh.tp == 1 and ":" not in job.model.kind
+
+
 def resolve_pipeline(job: Job) -> ResolvedPipeline:
     """Resolves everything that `mesh.pp` and `pipeline` leave open. Raises JobError: the schedule
     does not exist or does not support these sizes, or a stage would have no layer. `check_plan`
@@ -112,7 +118,7 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         output_weight=last,
         placement=placement,
         stages_of_rank=tuple(map(tuple, place_stages(pp, job.num_stages, placement))),
-        whole_backwards=job.train.compiles,
+        whole_backwards=job.train.compiles and not splits_compiled(job),
         trained=tuple(
             trains(job.model, layers, first=index == 0, last=index == len(cut) - 1)
             for index, layers in enumerate(layers_of_stage)

@@ -24,6 +24,7 @@ from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
+from raypp.planning.resolve import splits_compiled
 from raypp.ports import free_port
 from raypp.rank.assemble import assemble
 from raypp.rank.device_check import facts_here
@@ -85,8 +86,8 @@ class Meter:
         `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
         `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `input_share` and
         `weight_share` (time of a layer's backward halves, run separately, relative to the whole
-        backward; 1 and 0 where backwards cannot be split: blocks are compiled); `device`, its
-        description, and `kind`, cpu or cuda."""
+        backward; 1 and 0 where backwards cannot be split); `device`, its description,
+        and `kind`, cpu or cuda."""
         middle, first, last, *split = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
 
@@ -109,7 +110,7 @@ class Meter:
         times the two halves of a backward of the layers alone. They take turns, so that a slowdown
         affects all. Returns the two seconds of each."""
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
-        if not self._job.train.compiles:
+        if not self._job.train.compiles or splits_compiled(self._job):
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         with computing(self._stages):

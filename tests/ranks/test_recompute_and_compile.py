@@ -54,6 +54,21 @@ def test_a_compiled_pipeline_gives_the_bits_of_one_compiled_process(schedule: st
     assert_identical(found, compiled(extent))
 
 
+ADAPTERS = {"lora": {"rank": 4, "alpha": 8, "base": "nf4", "targets": ["all-linear"]}, "hidden_size": 64}
+SHARED = {"shards": {"fsdp": 2}, "replicas": {"dp_replicate": 2}, "adapters": {"model": {**ADAPTERS, "ffn_size": 64}}}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SHARED.values(), ids=SHARED)
+def test_split_backwards_of_compiled_blocks_are_those_of_whole_ones(settings: dict[str, Any]) -> None:
+    split, whole = (
+        compiled("none", pp=2, schedule=schedule, pipeline={"stages_per_rank": stages}, **settings)
+        for schedule, stages in (("zbv", 2), ("1f1b", 1))
+    )
+    assert_identical(split, whole)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("extent", EXTENTS)

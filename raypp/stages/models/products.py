@@ -10,7 +10,7 @@ Legend: N rows, C width of the input, O width of the output, E experts.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -87,6 +87,8 @@ class Projection(nn.Linear):
     """The rows that this rank of a tp group computes with; None: all it has."""
     cut: MatrixCut = WHOLE
     """What products in fp8 need to know of the other ranks."""
+    stand_ins: tuple[Tensor, Tensor] | None = None
+    """For the result and the input, within a compiled block (`halved`)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -95,6 +97,11 @@ class Projection(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
         bias = weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
+        if self.stand_ins is not None:
+            bias = None if bias is None else bias.detach()
+            out = (self.fp8 or F.linear)(x, self.weight.detach(), bias)
+            noted: Tensor = _Note.apply(out, x, *(one.view(*x.shape[:-1], -1) for one in self.stand_ins))  # type: ignore[no-untyped-call]
+            return noted
         return linear(x, weight_here(self), bias, self.fp8 or F.linear)
 
 
@@ -176,6 +183,76 @@ class _Apart(torch.autograd.Function):
         if bias is not None and bias.requires_grad:
             later.add(bias, partial(_of_bias, grad))
         return grad, None, None, None
+
+
+# Within a compiled block no graph reaches a product from outside. Tensors without memory stand for
+# each product's result and input: the compiled backward returns the gradient of the one and, as if
+# it were that of the other, the input itself. So it has both to keep or to compute again.
+
+
+def halved(block: nn.Module, forward: Callable[..., Tensor], apart: Iterable[nn.Module] = ()) -> Callable[..., Tensor]:
+    """Returns a block's compiled forward, which leaves the gradients of weights for later within
+    `weights_later`. `forward`: takes a tensor `[..., C]` first, in the dtype of all products, whose
+    rows are its rows. `apart`: parts that are not compiled. Other ranks share no weight (mesh.tp).
+    """
+    left_out = {part for one in apart for part in one.modules()}
+    parts = [part for part in block.modules() if isinstance(part, Projection) and part not in left_out]
+
+    def run(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        trained = [part for part in parts if _comes_later(part.weight)]
+        if not trained:
+            return forward(x, *arguments, **options)
+        anchor = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
+        flat = _StandIns.apply(anchor, (_later, trained), x.shape[:-1])  # type: ignore[no-untyped-call]
+        for part, pair in zip(trained, zip(flat[::2], flat[1::2], strict=True), strict=True):
+            part.stand_ins = pair
+        try:
+            return forward(x, *arguments, **options)
+        finally:
+            for part in trained:
+                part.stand_ins = None
+
+    return run
+
+
+class _StandIns(torch.autograd.Function):
+    """Makes stand-ins for the products of a block. The backward gets what they stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, what: tuple[Any, list[Projection]], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Returns `[..., O]` and `[..., C]` for each product. `shape`: that of tokens."""
+        later, parts = what
+        ctx.set_materialize_grads(False)
+        ctx.what = later, [(part.weight, part.bias) for part in parts]
+        one = anchor.new_zeros(1)
+        return tuple(one.expand(*shape, width) for part in parts for width in part.weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[None, None, None]:
+        """Takes the gradient of each result `[..., O]` and the input `[..., C]`."""
+        later, weights = ctx.what
+        for (weight, bias), grad, x in zip(weights, given[::2], given[1::2], strict=True):
+            if grad is not None and x is not None:
+                later.add(weight, partial(_of_matrix, x, grad, transposed=is_transposed(weight)))
+                if bias is not None and bias.requires_grad:
+                    later.add(bias, partial(_of_bias, grad))
+        return None, None, None
+
+
+class _Note(torch.autograd.Function):
+    """Passes a product on; its backward hands its input and its gradient to the stand-ins."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, _of_result: Tensor, _of_input: Tensor) -> Tensor:
+        """Returns `out` `[..., O]`."""
+        ctx.save_for_backward(x)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
+        """Returns the gradient `[..., O]` of the product, unchanged, and what stand-ins get."""
+        (x,) = ctx.saved_tensors
+        return grad, None, grad, x
 
 
 # The gradients, by the operators that torch's own backwards use.

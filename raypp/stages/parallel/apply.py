@@ -30,7 +30,7 @@ from raypp.job.lora import quantised_base
 from raypp.job.precision import FP32
 from raypp.stages.models import grouped_products
 from raypp.stages.models.fp8 import compute_in_fp8
-from raypp.stages.models.products import defer_in
+from raypp.stages.models.products import defer_in, halved
 from raypp.stages.models.quantised import multiply_experts_in_fp8, store_rest, stored_formats, torch_dtype
 from raypp.stages.models.recomputed import recomputed
 from raypp.stages.parallel.compute_copies import ComputeCopies, sum_in
@@ -147,9 +147,9 @@ def _allocate(stage: nn.Module, device: torch.device, kept: Mapping[str, Tensor]
 
 def _compile_blocks(stage: nn.Module) -> None:
     """Compiles the forward of each block for any sequence length. It leaves `__call__` alone, so
-    FSDP's hooks stay outside the compiled part."""
+    FSDP's hooks stay outside the compiled part. Backwards may be split."""
     for block in _blocks(stage):
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = halved(block, torch.compile(block.forward, dynamic=True), moe_blocks(block))
 
 
 def _prefetch_next_block(stage: nn.Module) -> None:

@@ -28,7 +28,11 @@ OPEN = {"train.compile", "train.precision", "mesh.reduce_gradients", "model.lora
 
 
 def job(**sections: Any) -> Job:
-    return parse_job({"name": "d", "mesh": {"pp": 2}, "pipeline": {"microbatches": 4}, **sections})
+    mesh = {"pp": 2, **sections.pop("mesh", {})}
+    return parse_job({"name": "d", "mesh": mesh, "pipeline": {"microbatches": 4}, **sections})
+
+
+ZBV = {"schedule": "zbv", "stages_per_rank": 2}
 
 
 def autos(document: Any, key: str = "") -> set[str]:
@@ -58,18 +62,15 @@ def test_a_decision_leaves_nothing_open_and_is_the_same_after_its_way_to_a_rank(
     [
         ({}, True, "blocks are compiled"),
         ({}, False, "blocks are not compiled: there is no C compiler"),
-        (
-            {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}},
-            True,
-            "blocks are not compiled: zbv splits backwards",
-        ),
+        ({"pipeline": ZBV}, True, "blocks are compiled"),
+        ({"pipeline": ZBV, "mesh": {"tp": 2}}, True, "blocks are not compiled: zbv splits backwards, and mesh.tp the"),
         ({"train": {"sample": {"prompts": ["In"]}}}, True, "blocks are not compiled: train.sample decodes"),
     ],
 )
 def test_compilation_follows_nodes_and_schedule(sections: dict[str, Any], compiler: bool, reason: str) -> None:
     decision = decide(job(**sections), Facts("cuda", compiler=compiler))
     assert decision.remarks["train.compile"].startswith(reason)
-    assert decision.job.train.compiles == decision.pipeline.whole_backwards == (reason == "blocks are compiled")
+    assert decision.job.train.compiles == (reason == "blocks are compiled") and not decision.pipeline.whole_backwards
     asked = decide(job(**{**sections, "train": {"compile": False}}), CARDS)
     assert not asked.job.train.compiles and not asked.remarks
 

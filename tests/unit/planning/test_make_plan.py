@@ -32,15 +32,20 @@ def test_every_schedule_can_be_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_a_plan_with_compiled_blocks_has_whole_backwards_and_says_so(name: str) -> None:
+def test_a_plan_with_compiled_blocks_has_whole_backwards_with_tp_only_and_says_so(name: str) -> None:
     pipeline = {"schedule": name, "stages_per_rank": schedule_named(name).nearest_stages(2)}
-    plain, compiled = (make_plan(job_with(pipeline=pipeline, train={"compile": whether})) for whether in (False, True))
+    mesh = {"pp": 2, "tp": 2}
+    plain, compiled = (
+        make_plan(job_with(pipeline=pipeline, train={"compile": whether}, mesh=mesh)) for whether in (False, True)
+    )
+    split = make_plan(job_with(pipeline=pipeline, train={"compile": True}))
+    assert split.program == make_plan(job_with(pipeline=pipeline)).program and not split.remarks
     splits = schedule_named(name).splits_backward
     assert any("W" in line for line in plain.program) == splits
     assert not any("W" in line or "I" in line for line in compiled.program)
-    assert len(compiled.remarks) == splits
-    assert [remark.partition(" (")[0] for remark in plain.remarks] == ["blocks are not compiled"]
-    assert all(name in remark and "train.compile" in remark for remark in compiled.remarks)
+    said = [remark for remark in compiled.remarks if "train.compile" in remark]
+    assert len(said) == splits and all(name in remark for remark in said)
+    assert plain.remarks[0].startswith("blocks are not compiled (")
     assert (compiled.program == plain.program) != splits
 
 
