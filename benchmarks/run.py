@@ -37,6 +37,7 @@ BENCHMARKS = (
     Benchmark("block_host", 5, "what blocks that are not compiled, and an update, take the host"),
     Benchmark("tensor_parallel", 3, "a layer's cost to the ranks of a tp group, compared with torch's own"),
     Benchmark("kernel_counts", 1, "kernels and bytes of a layer's elementwise work, compiled or not; computed"),
+    Benchmark("receives_on_paper", 1, "what receives in one order cost, and the processors they hold; computed"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
     Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),

@@ -8,7 +8,8 @@ from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.planning.schedules.action import Action, Program, stages_with_backward
+from benchmarks.receives_on_paper import held
+from raypp.planning.schedules.action import Action, Program
 from raypp.planning.schedules.catalogue import (
     SCHEDULES,
     build_forward_only,
@@ -16,7 +17,7 @@ from raypp.planning.schedules.catalogue import (
     schedule_named,
     size_problems,
 )
-from raypp.planning.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by, sent_by
+from raypp.planning.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
 from raypp.planning.schedules.posting import Posting, posting_on, with_messages
 from raypp.planning.schedules.simulate import StageTimes, simulate
 from raypp.planning.seating import place_stages
@@ -173,34 +174,6 @@ def test_fewer_receives_hold_processors_if_they_wait_for_the_action_before(name:
     times = StageTimes.equal(len(ranks), link=0.5)
     lines = with_messages(program, ranks, "one_order")
     assert simulate(program, times, earlier(lines)).makespan == simulate(program, times).makespan
-
-
-def held(program: Program, ranks: list[int], link: float, ahead: int | None = None) -> list[float]:
-    """Returns how many receives of each rank wait for their message, as a mean over the step. A
-    message takes `link` forwards. A receive begins when the host, `ahead` actions ahead of the
-    device, posts it. None: as the runtime's do, when the action before its place in the line may
-    begin."""
-    timeline = simulate(program, StageTimes.equal(len(ranks), link=link))
-    sent = {
-        message: slot.end + link
-        for line in timeline.slots.values()
-        for slot in line
-        if (message := sent_by(slot.action, ranks, stages_with_backward(program))) is not None
-    }
-    means = []
-    for rank, line in sorted(with_messages(program, ranks, "one_order").items()):
-        ends, waited, done = [0.0, *(slot.end for slot in timeline.slots[rank])], 0.0, 0
-        free: dict[tuple[int, int], float] = {}
-        for item in line:
-            if isinstance(item, Action):
-                done += 1
-            elif isinstance(item, Receive):
-                source = ranks[item.message.stage]
-                begin = ends[max(0, done - (ahead or 1))]
-                waited += max(0.0, sent[item.message] - max(begin, free.get((source, rank), 0.0)))
-                free[source, rank] = sent[item.message]
-        means.append(waited / timeline.makespan)
-    return means
 
 
 def earlier(lines: dict[int, Line]) -> dict[int, Line]:
