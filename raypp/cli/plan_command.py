@@ -177,7 +177,7 @@ def _measure(job: Job, path: Path) -> None:
     measured = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        write_costs(path, measured, job, answer["device"], when)
+        write_costs(path, measured, job, answer["device"], answer["precision"], when)
     except OSError as error:
         raise JobError(f"--measure {path}: {error.strerror}", "name a file that can be written") from error
 

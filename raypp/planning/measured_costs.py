@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from raypp.errors import JobError
 from raypp.job.job import Job
 from raypp.job.load import job_document
+from raypp.job.precision import PRECISIONS
 from raypp.planning.costs import Costs
 from raypp.planning.decide import settle
 from raypp.planning.decision import Facts, Kind
@@ -26,14 +27,15 @@ _Label = Annotated[str, MaxLen(200)]
 class _File(TypedDict):
     measured: _Label
     device: _Label
+    precision: _Label
     identity: dict[str, Any]
     costs: Costs
 
 
-def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:
+def cost_identity(job: Job, kind: Kind, precision: str) -> dict[str, Any]:
     """Returns what a job's measured costs depend on. That excludes the number of layers and the
-    mesh. `kind`: of the device that is measured."""
-    document = job_document(settle(job, Facts(kind)))
+    mesh. `kind`: of the device that is measured. `precision`: what `auto` is on it."""
+    document = job_document(settle(job.with_precision(precision), Facts(kind)))
     without = ("num_layers", "from_hf", "original", "max_context")
     model = {key: value for key, value in document["model"].items() if key not in without}
     if model["lora"] is None:
@@ -46,14 +48,18 @@ def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:
 
 
 def read_costs(path: Path, job: Job) -> Costs:
-    """Reads costs that `raypp plan --measure` wrote. Raises JobError: the file cannot be read, or
-    was measured for another model or for other microbatches."""
+    """Reads costs that `raypp plan --measure` wrote. A precision of auto is that of the device that
+    was measured. Raises JobError: the file cannot be read, or was measured for another model or for
+    other microbatches."""
     fix = f"measure again: raypp plan JOB --measure {shell_word(path)}"
     document = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
     costs, identity = document["costs"], document["identity"]
-    wanted = cost_identity(job, costs.kind)
+    precision = document["precision"]
+    if precision not in PRECISIONS:
+        raise JobError(f"{path}: precision {visible(precision)} is unknown", fix)
+    wanted = cost_identity(job, costs.kind, precision)
     if identity != wanted:
         differs = sorted(_differences(identity, wanted))
         shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
@@ -62,10 +68,13 @@ def read_costs(path: Path, job: Job) -> Costs:
     return replace(costs, measured=True, source=source)
 
 
-def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
-    """Writes measured costs and what they are valid for. `measured`: when, for people."""
+def write_costs(path: Path, costs: Costs, job: Job, device: str, precision: str, measured: str) -> None:
+    """Writes measured costs and what they are valid for. `precision`: that of the measured step.
+    `measured`: when, for people."""
     numbers = {name: value for name, value in asdict(costs).items() if name not in ("measured", "source")}
-    document = {"measured": measured, "device": device, "identity": cost_identity(job, costs.kind), "costs": numbers}
+    identity = cost_identity(job, costs.kind, precision)
+    labels = {"measured": measured, "device": device, "precision": precision}
+    document = {**labels, "identity": identity, "costs": numbers}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -86,8 +86,8 @@ class Meter:
         `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
         `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `input_share` and
         `weight_share` (time of a layer's backward halves, run separately, relative to the whole
-        backward; 1 and 0 where backwards cannot be split); `device`, its description,
-        and `kind`, cpu or cuda."""
+        backward; 1 and 0 where backwards cannot be split); `device`, its description, `kind`, cpu
+        or cuda, and `precision`, of what was timed."""
         middle, first, last, *split = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
 
@@ -103,6 +103,7 @@ class Meter:
             "weight_share": halves[1] / middle[1],
             "device": _device_name(self._device),
             "kind": self._device.type,
+            "precision": self._job.train.precision,
         }
 
     def _seconds(self, rounds: int) -> list[tuple[float, float]]:

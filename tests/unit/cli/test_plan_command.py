@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("in_the_repository")
 def costs(tmp_path: Path) -> str:
     path = tmp_path / "costs.json"
     found = Costs(Part(0.01, 0.02), Part(0.0, 0.001), Part(0.002, 0.004), 1e-9, 0.003)
-    write_costs(path, found, load_job(QUICKSTART).job, "a core", "today")
+    write_costs(path, found, load_job(QUICKSTART).job, "a core", "fp32", "today")
     return str(path)
 
 

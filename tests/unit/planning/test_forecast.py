@@ -230,7 +230,9 @@ def test_a_file_that_describes_no_machines_is_refused(tmp_path, text, said):
 def test_costs_are_read_back_and_hold_for_one_model_only(tmp_path):
     path = tmp_path / "costs.json"
     job = pipeline()
-    write_costs(path, Costs(Part(0.25, 0.5), Part(0.0, 0.125), Part(1.0, 2.0), 1e-9, 0.5), job, "a core", "today")
+    write_costs(
+        path, Costs(Part(0.25, 0.5), Part(0.0, 0.125), Part(1.0, 2.0), 1e-9, 0.5), job, "a core", "fp32", "today"
+    )
     found = read_costs(path, job)
     assert (found.layer, found.last, found.optimizer_s, found.measured) == (Part(0.25, 0.5), Part(1.0, 2.0), 1e-9, True)
     more_layers = job_with(model={"num_layers": 9}, mesh={"pp": 3})
@@ -245,8 +247,19 @@ def test_costs_of_a_gpu_are_planned_as_a_gpus(tmp_path):
     path, job = tmp_path / "costs.json", pipeline()
     assert job.resources.device == "auto"
     for kind in ("cuda", "cpu"):
-        write_costs(path, replace(UNIT, kind=kind), job, "a device", "today")
+        write_costs(path, replace(UNIT, kind=kind), job, "a device", "fp32", "today")
         assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES[kind]]
+
+
+def test_costs_have_the_precision_that_auto_was_on_the_measured_card(tmp_path):
+    path, auto = tmp_path / "costs.json", job_with(train={"precision": "auto"})
+    write_costs(path, replace(UNIT, kind="cuda"), auto, "a T4", "fp16", "today")
+    assert read_costs(path, auto).layer == read_costs(path, job_with(train={"precision": "fp16"})).layer == UNIT.layer
+    with pytest.raises(JobError, match=r"another job: train.precision differ"):
+        read_costs(path, job_with(train={"precision": "bf16"}))
+    path.write_text(path.read_text().replace("fp16", "fp15"))
+    with pytest.raises(JobError, match="precision fp15 is unknown"):
+        read_costs(path, auto)
 
 
 def test_backwards_in_halves_cost_what_the_halves_take():
