@@ -42,7 +42,7 @@ def embedded_cluster() -> Iterator[dict[str, str]]:
         try:
             yield environment
         finally:
-            subprocess.run([RAYPP, "local", "down", "--delete-data"], check=False, env=environment)
+            subprocess.run([RAYPP, "local", "down", "--delete-data", "--yes"], check=False, env=environment)
 
 
 @dataclass(frozen=True)
