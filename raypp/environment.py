@@ -23,7 +23,8 @@ NCCL_OF_TORCH = {
     # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
     # it. 0: do nothing, so that kernels wait for dead peers.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # 0: do not end the process 8 minutes after the watchdog's last progress, or another's dump.
+    # 0: do not end the process 8 minutes after the watchdog's last progress, or after another rank
+    # asked for a dump.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # 0: do not end the process when the watchdog meets a CUDA error: the rank meets and reports it.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

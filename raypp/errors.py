@@ -167,7 +167,8 @@ def place_in_user_code(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Returns the error and its causes, the root last; of the user's own only stated ones."""
+    """Returns the error and its causes, the root last. What the user's code raised while it handled
+    another error has only a stated cause (`raise … from`)."""
     chain = [error]
     for _ in range(_LONGEST_CHAIN):
         last = chain[-1]

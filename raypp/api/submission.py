@@ -172,7 +172,7 @@ def _resources(job: Job, cluster: Cluster, now: bool) -> tuple[Facts, Job, str]:
 
 
 def start(prepared: Prepared, say: Say, *, priority: Priority = "normal", user: str | None = None) -> RunPlace:
-    """Submits the run and remembers it on this machine. `user`: for the record; None: the system's.
+    """Submits the run and remembers it on this machine. `user`: for the record; None: the login.
 
     A new run's name is taken at the last moment: whoever interrupts the upload before can submit
     the job again. It is free again if the cluster does not accept the run. It stays taken if nobody

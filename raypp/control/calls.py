@@ -99,7 +99,8 @@ class RankReports:
         return bool(self._errors) and (late or not all(error["peer"] for error in self._errors.values()))
 
     def answer(self) -> Any:
-        """Returns rank 0's answer. Raises RayppError: the cause, not a rank that lost another."""
+        """Returns rank 0's answer. Raises RayppError: the error of the rank that is the cause,
+        not of one that only lost another rank."""
         if self._errors:
             raise error_of(min(sorted(self._errors.items()), key=lambda one: one[1]["peer"])[1])
         return self._answer

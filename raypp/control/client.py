@@ -295,9 +295,9 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
 def stop_run(
     cluster: Cluster, place: RunPlace, store: ObjectStore, *, save: bool, on_wait: Waiting = lambda: None
 ) -> dict[str, Any]:
-    """Stops a run and waits for its end, which answers if a controller that restarts has left by
-    then. `save`: whether a last checkpoint is saved. `on_wait`: called once if that takes longer
-    than a minute. Returns the result of `driver.command`."""
+    """Stops a run and waits for its end. If its controller has left before it is asked again, the
+    end in the store is the answer. `save`: whether a last checkpoint is saved. `on_wait`: called
+    once if that takes longer than a minute. Returns the result of `driver.command`."""
     answer = command_run(cluster, place, "stop", save)
     if answer["found"] and answer["state"] is None:
         on_wait()

@@ -217,7 +217,8 @@ class Records:
 
     @classmethod
     def read(cls, place: RunPlace, reader: RunReader) -> Records:
-        """Reads the status first: others have what it refers to. Raises StoreError: no answer."""
+        """Reads the status first, so that the other records contain all that it refers to. Raises
+        StoreError: the store does not answer."""
         status = present_status(place, reader)
         return cls(status, reader.history(), reader.events(), status.pop("trouble", ""))
 

@@ -149,8 +149,9 @@ def _raylet_lives() -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-    """Returns a client's request and standard streams; None if it only checked that one listens.
-    Raises OSError, TypeError, ValueError: no request, or too slow; no stream stays open."""
+    """Returns a client's request and its three standard streams; None if the client only checked
+    whether a server listens. Raises OSError, TypeError, ValueError: it is no request, or too slow;
+    then no stream stays open."""
     connection.settimeout(_REQUEST_S)
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:

@@ -84,7 +84,8 @@ class Leader:
         # A turn's cost grows with the ranks, so turns are rarer: for 1,000 ranks two a second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
-        # Giving up ends ranks that may be healthy: a restarted one waits as long as they would.
+        # Giving up ends ranks that may be healthy: a restarted controller waits for the store at
+        # least as long as they wait for a controller.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
         incarnation = secrets.token_hex(4)
@@ -360,7 +361,8 @@ class Leader:
         if not isinstance(event, m.Committed):  # the store knows its commits
             self.record.machine(self.machine)
         for command in commands:
-            # A successor must know why the ranks stop; their last reports exist nowhere else then.
+            # A successor must know why the ranks stop; and once their processes have ended, their
+            # last reports exist nowhere else.
             if isinstance(command, m.SendRequests) or (isinstance(command, m.EndAttempt) and not command.keep):
                 self.record.flush()
             if self.record.machines.overtaken:

@@ -60,7 +60,8 @@ def shape_of(job: Job) -> Shape:
 
 
 def reshaped(job: Job, shape: Shape) -> Job:
-    """Returns the job on another mesh, same rows; `layers_per_stage` holds for as many stages."""
+    """Returns the job on another mesh, with the same rows in every step. `layers_per_stage` holds
+    for the job's own number of stages only."""
     if shape == shape_of(job):
         return job
     sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}

@@ -374,8 +374,8 @@ def exit_if_ended() -> None:
 
 class OrphanWatch:
     """Checks from a thread whether this actor still exists and the run's controller answers.
-    `timeout_s`: silence of an orphaned process. `on_orphaned`: called once, in this object's
-    thread. `interval_s`: seconds between two checks, at most a quarter of `timeout_s`."""
+    `timeout_s`: silence after which the process is an orphan. `on_orphaned`: called once, in this
+    object's thread. `interval_s`: seconds between two checks, at most a quarter of `timeout_s`."""
 
     def __init__(self, controller: Any, timeout_s: float, on_orphaned: Callable[[], None], interval_s: float) -> None:
         self._controller = controller

@@ -53,8 +53,8 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
 
 
 def check_training(job: Job) -> list[Problem]:
-    """Returns the problems of adapters, precision, optimizer and samples. Reads no file. `job`: a
-    job in which `check_spec` found no problem, with another mesh, row length, or such values."""
+    """Returns the problems of adapters, precision, optimizer and samples. Reads no file. `job`: one
+    in which `check_spec` found no problem, then changed in mesh, row length, or these options."""
     sample = _sample(job, known_source(job.data.kind)) if job.train.sample is not None else ()
     return [*_lora(job), *_optimizer(job), *_sync(job), *sample]
 
@@ -74,7 +74,8 @@ def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
 
 
 def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
-    """Checks, without a slow import, that a user's own module is there, parses, and declares."""
+    """Checks that a user's own module can be found, its source parsed, and its declaration read.
+    Does not import it, which may take seconds."""
     module = value.partition(":")[0]
     try:
         if not is_module(module):

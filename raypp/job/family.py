@@ -57,7 +57,8 @@ class Weight:
 @dataclass(frozen=True)
 class Only:
     """The values of a config.json key that raypp supports. Any other value is refused by name.
-    `values`: None also stands for a missing key. `written`: whether export writes the last."""
+    `values`: None also stands for a missing key. `written`: whether export writes the last
+    of them to config.json."""
 
     values: tuple[Any, ...]
     written: bool = True

@@ -76,7 +76,8 @@ class SpecialTokens:
 def special_tokens(folder: Path) -> SpecialTokens:
     """Reads the special tokens of the tokenizer in a folder, as transformers does: those of
     tokenizer_config.json. If that file has no `added_tokens_decoder`, those of
-    special_tokens_map.json come first. Raises DataError: a file is no JSON object."""
+    special_tokens_map.json come first. Raises DataError: a file cannot be read, or is no JSON
+    object."""
     config = read_config(folder)
     decoder = config.get("added_tokens_decoder")
     settings = config if isinstance(decoder, dict) else {**config, **read_config(folder, _MAP)}

@@ -26,7 +26,8 @@ BACKWARD_PER_FORWARD = 2.0
 
 
 def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float:
-    """Returns the FLOPs of a layer's forward, per token of `seq_len`; the mean over layers."""
+    """Returns the FLOPs of a layer's forward, per token of a row of `seq_len` tokens; the mean over
+    layers."""
     return 2.0 * sizes.mean("multiplied") + attention_flops(model, seq_len)
 
 

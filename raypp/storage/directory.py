@@ -381,7 +381,8 @@ def _link(incoming: Path, path: Path) -> None:
 
 
 def _create_exclusively(incoming: Path, path: Path) -> None:
-    """Creates the file exclusively, without hard links; a reader may see an incomplete file."""
+    """Creates the file where there are no hard links. One of several writers wins; a reader may see
+    an incomplete file."""
     data, mode = incoming.read_bytes(), stat.S_IMODE(incoming.stat().st_mode)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:

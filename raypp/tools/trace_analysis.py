@@ -218,7 +218,8 @@ def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, li
 
 
 def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
-    """Returns seconds of a message between stages, as last measured by `lookahead: auto`."""
+    """Returns the seconds of a message between stages, as last measured by `lookahead: auto`.
+    `attempt`: only in that one."""
     links = _measurement(events, attempt).get("link_s")
     return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6] if isinstance(links, list) else []
 

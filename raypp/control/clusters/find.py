@@ -107,7 +107,8 @@ def _url_of(address: str) -> str:
 
 
 class _Loan:
-    """This process' variables of the embedded cluster's store. `refused`: it uses another one."""
+    """The variables of this process that hold the settings of the embedded cluster's store.
+    `refused`: whether the process uses another cluster, which does not get them."""
 
     def __init__(self) -> None:
         self.refused = False

@@ -33,8 +33,9 @@ _MOST_RUNS = 10_000
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run is stored, and where it runs. `url`: of the store. `submission_id`: of its Ray
-    job; empty if unknown. `submitted_at`: seconds since 1970; None if unknown."""
+    """Where a run is stored, and where it runs. `url`: of the store, without the run's name.
+    `submission_id`: of its Ray job; empty if unknown. `submitted_at`: seconds since 1970; None if
+    unknown."""
 
     url: str
     name: str

@@ -112,7 +112,8 @@ class Reports:
     # In the leading thread ------------------------------------------------------------------------
 
     def start_attempt(self, number: int, keep_stop: bool = True) -> None:
-        """Answers for this attempt. `keep_stop`: False withdraws the stop that ended the last."""
+        """Answers for this attempt from now on. `keep_stop`: False withdraws the stop request that
+        ended the last attempt for a larger one."""
         for numbers in (self._processed, self._durable, self._unwritten):
             numbers.clear()
         if not keep_stop:

@@ -79,7 +79,8 @@ def steps_from(order: RowOrder, share: Share, cursor: Any) -> Iterator[tuple[lis
 class Loader:
     """Reads one replica's share of every step; a thread prepares the next steps. A step takes
     replicas · microbatches · micro_batch_size rows of the global order; replica r takes the r-th
-    contiguous share of them. Rows continue across ends of blocks and epochs. Not thread-safe."""
+    contiguous share of them. Rows continue across ends of blocks and epochs; none is dropped.
+    Not thread-safe."""
 
     def __init__(self, documents: Documents, order: RowOrder, share: Share, held_out: RowPlan | None = None) -> None:
         self.documents, self._order, self._share, self._held_out = documents, order, share, held_out

@@ -85,7 +85,8 @@ class MixtureOrder(RowOrder):
             self._first_document.append(self._first_document[-1] + len(part.corpus))
 
     def rows(self, cursor: MixtureCursor) -> Iterator[tuple[list[Piece], MixtureCursor]]:
-        """Yields rows from a position on, and the next. Raises DataError: budgets are spent."""
+        """Yields all rows from a position on, each with the position after it. Raises DataError:
+        the budgets of all parts are spent."""
         sources = [rows_from(plan, one.at) for plan, one in zip(self._plans, cursor, strict=True)]
         given = sum(one.rows for one in cursor)
         shares = self._shares[max(first for first in self._shares if first <= given)]

@@ -119,7 +119,8 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:
     """Returns the factor for the accumulated gradients: 1 / tokens, and the clip to a global norm.
-    `grad_norm`: of the undivided sum. `clip_norm`: most of the mean gradient; None: no clipping."""
+    `grad_norm`: norm of the undivided sum. `clip_norm`: largest norm of the mean gradient; None: no
+    clipping."""
     mean_norm = grad_norm / tokens
     if clip_norm is None or mean_norm <= clip_norm:
         return 1.0 / tokens

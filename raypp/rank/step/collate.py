@@ -81,11 +81,11 @@ def collate(
     first_row: int = 0,
 ) -> StageBatch:
     """Pads the rows of one microbatch to the agreed length and takes this rank's share of each.
-    `length`: t, in tokens; no row is longer. `share`: this rank's share of the tokens. Labels and
+    `length`: T, in tokens; no row is longer. `share`: this rank's share of the tokens. Labels and
     positions are computed for the whole row and cut like its tokens. `keys`: the keys of the step's
     tokens. None: nothing is dropped. `first_row`: number of the first row, counted through the
-    replica's rows of the step. Returns tensors `[B, t]` on the host. `on_device` moves those of a
-    step."""
+    replica's rows of the step. Returns tensors `[B, t]` on the host, t of the T tokens. `on_device`
+    moves those of a step."""
     tokens = np.zeros((len(rows), length), dtype=np.int64)
     labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
     positions = np.zeros((len(rows), length), dtype=np.int64)

@@ -225,7 +225,8 @@ class Training:
         return state_in_objects(self.runner.built.modules, self.runner.optimizer, self._seat.coordinates)
 
     def _extra(self) -> str:
-        """Returns what a snapshot also holds; reports on rank 0, or the first of replicas apart."""
+        """Returns what a snapshot in memory also holds, as JSON. Only rank 0 has the reports; where
+        replicas train apart, the first rank of each."""
         reports, own = "[]", "[]"
         if self._gathered is not None or not self._seat.rank:
             reports, own = self._recent.json_text(), self._recent.own.json_text()

@@ -25,7 +25,8 @@ _MEANS = ("aux_loss", "z_loss")
 
 
 class EncodedReports:
-    """Reports of steps without `parts_s`, oldest first, each encoded once. `most`: None: all."""
+    """Reports of steps without `parts_s`, oldest first, each encoded once. `most`: how many are
+    kept; None: all."""
 
     def __init__(self, most: int | None = None) -> None:
         self._reports: deque[StepReport] = deque(maxlen=most)

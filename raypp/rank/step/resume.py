@@ -68,7 +68,8 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
     uninitialised before.
 
     Returns:
-        The restored step, 0 for a new run; whether all replicas begin after one step, and agree.
+        The restored step, 0 for a new run; and whether all replicas begin after the same step, at
+        which their weights agree.
 
     Raises:
         CheckpointError: There are checkpoints, but none can be used.
@@ -216,12 +217,14 @@ def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
 
 
 def _from_rank_zero(value: int) -> int:
+    """Returns rank 0's value. Collective over the world."""
     tensor = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
 def _everyone(fine: bool) -> bool:
+    """Whether `fine` holds on all ranks. Collective over the world."""
     tensor = torch.tensor([int(fine)])
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return bool(tensor)

@@ -105,7 +105,8 @@ class _Format(TypedDict):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint, as listed; COMMIT is unread. `modified`: by the store's clock."""
+    """A committed checkpoint, as listed; its COMMIT has not been read. `modified`: when that was
+    written, by the store's clock."""
 
     step: int
     key: str
@@ -250,7 +251,8 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """State of `train.loss_scale`: the scale, steps since it changed, and those that overflowed."""
+    """State of `train.loss_scale`: the scale, the steps without overflow since it changed, and the
+    run's steps that overflowed."""
 
     scale: Annotated[float, Ge(1), Le(2**32)]
     steps: Count = 0

@@ -164,7 +164,8 @@ def _is_over(store: ObjectStore, run: str, committed: Iterable[int], living: int
 class Leftovers:
     """Orphaned data of ended attempts: what may be removed, what may belong to a save in progress.
 
-    The attempt in the key decides, never a clock: older ones cannot commit once one is claimed.
+    The attempt in the key decides, never a clock: once a newer one is claimed, older ones cannot
+    commit.
 
     Attributes:
         uploads: Writes that never finished.

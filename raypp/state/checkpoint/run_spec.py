@@ -156,7 +156,8 @@ def read_decision(store: ObjectStore, run: str, attempt: int) -> Decision:
 
 
 def read_pipeline(store: ObjectStore, run: str, attempt: int) -> ResolvedPipeline:
-    """Reads an attempt's pipeline, nothing that a foreign job names. Raises as `read_decision`."""
+    """Reads only the pipeline of an attempt: the job beside it may be somebody else's. Raises
+    CheckpointError, as `read_decision`."""
     return _decided(ResolvedPipeline.read, store, run, attempt)
 
 

@@ -2,7 +2,8 @@
 
 Reads what transformers 4 and 5 write; writes keys that both read.
 
-Families define their keys (`job.family.HfFormat`). Unknown settings are refused, never ignored.
+Families define their keys (`job.family.HfFormat`). Settings that raypp does not compute are refused
+by name, never ignored.
 """
 
 import re

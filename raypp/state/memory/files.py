@@ -265,7 +265,8 @@ def remove_run(life: str, directory: Path | None = None) -> list[str]:
 
 
 def keep_run(life: str, directory: Path | None = None) -> None:
-    """Keeps a run's unsaved state until it is resumed or deleted: as changed in the future."""
+    """Keeps a run's files, which hold what could not be saved, until it is resumed or deleted: they
+    count as changed far in the future."""
     for path in files_of(life, directory):
         with contextlib.suppress(OSError):
             os.utime(path, (time.time() + 2 * _KEPT_S,) * 2)

@@ -326,7 +326,8 @@ class MemoryTier:
         return self._latest.share()
 
     def _kept_step(self, kept: int, newest: Sequence[int], others: int) -> int:
-        """Returns the step that a restart may need: the newest that all replicas have."""
+        """Returns the step that a restart may need: this replica's newest, once all replicas have
+        one of the same period."""
         last = newest[0]
         if self._alone or last <= kept or kept < 0:
             return max(last, kept)

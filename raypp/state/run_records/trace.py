@@ -1,6 +1,7 @@
 """Traces: what every rank did in a few steps, and when. One object per rank in the run's store.
 
-`NAME/traces/a2-s00000012/rank-00003.json` : rank 3 from step 12 of attempt 2 on, by rank 0's clock.
+`NAME/traces/a2-s00000012/rank-00003.json` has rank 3 from step 12 of attempt 2 on. All times
+are on rank 0's clock.
 
 torch's profiler shows kernels of one rank on its own clock, without messages and what waits for
 them; spans sent with the reports would all pass through one controller.

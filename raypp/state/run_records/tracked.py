@@ -15,8 +15,9 @@ LOGDIR = "tensorboard --logdir "
 @dataclass(frozen=True)
 class TrackedRun:
     """The run whose figures a tracker takes. `id`: unique among all runs, and the same in every
-    life of this one. `folder`: a local folder for files. `shown_folder`: where users find them: it,
-    or a URL to which they are copied. `config`: the resolved job, without secrets."""
+    life of this one. `folder`: a local folder for files; it exists. `shown_folder`: where users
+    find them: the folder, or a URL to which they are copied. `config`: the resolved job, without
+    secrets."""
 
     name: str
     url: str

@@ -140,9 +140,9 @@ def before_first(text: str, stops: Sequence[str]) -> str:
 
 
 def load_tasks(names: Sequence[str], where: str = "") -> dict[str, dict[str, Any]]:
-    """Loads tasks and their data, as the harness's `TaskManager.load`. `names`: or paths of YAML
-    files. `where`: follows the name of a missing file: ` on node …`. Raises JobError: there is no
-    such task, or it cannot be loaded. Raises UnreachableError: a task needs the network."""
+    """Loads tasks and their data, as the harness's `TaskManager.load`. `names`: of tasks, or paths
+    of YAML files. `where`: follows the name of a missing file: ` on node …`. Raises JobError: there
+    is no such task, or it cannot be loaded. Raises UnreachableError: a task needs the network."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager()
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}

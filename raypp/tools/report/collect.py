@@ -49,7 +49,7 @@ class RunData:
 
 
 def collect(place: RunPlace, reader: RunReader) -> RunData:
-    """Reads a run. Raises JobError: it has written nothing; StoreError: no store answers."""
+    """Reads a run. Raises JobError: it wrote nothing; StoreError: its store does not answer."""
     store, notes = open_store(place.url), []
     status = present_status(place, reader)
     steps, events = reader.steps(), reader.events()
