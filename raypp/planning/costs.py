@@ -84,20 +84,19 @@ _DEQUANTISE_BYTES = {"nf4": 4.6, "int8": 4.5, "fp8": 4.5}
 """Bytes per weight that a GPU could read meanwhile: 0.95 ps at 4.8 TB/s, as measured."""
 _UPDATE_BYTES = {"fp32": 60.0, "8bit": 96.0}
 """The same for gradient norm, scaling and an update (7.3 and 17.4 ps measured) of each value."""
-_LAUNCH_S = 5e-6
-"""Seconds of the host to launch a kernel of a compiled block: a GPU computes no faster."""
-_EAGER_S = 9.5e-6
-"""The same where a block is not compiled, with Python and autograd around it: half of what a slow
-core takes (benchmarks/block_host), whatever is recomputed."""
-_WATCHED_S = 2 * _EAGER_S
+_LAUNCH_S = 9.5e-6
+"""Seconds of the host to launch a kernel, with Python and autograd around it: a GPU computes no
+faster. Half of what a slow core takes (benchmarks/block_host), whatever is recomputed. A compiled
+block has fewer kernels, but takes the host 1.03 to 1.15 times as long."""
+_WATCHED_S = 2 * _LAUNCH_S
 """The same if torch's selective checkpointing watches every operator, as in an own model."""
 _HOST_WAIT_S = 3e-5
 """Seconds that a GPU stands still when the host reads a value: experts spread over ranks."""
 _STEP_S = 0.01
 """Seconds of a step in which a GPU waits: for the agreement, the sums, the optimizer's launch."""
-_KERNELS = {(False, False): (28, 61), (False, True): (62, 92), (True, False): (14, 25), (True, True): (15, 60)}
-"""Kernels of a layer's forward and backward, by whether it is compiled and has adapters, counted
-(benchmarks/kernel_counts)."""
+_KERNELS = {False: (28, 61), True: (62, 92)}
+"""Kernels of a layer's forward and backward that is not compiled, by whether it has adapters,
+counted (benchmarks/kernel_counts)."""
 _EXPERT_KERNELS = 48
 """Kernels of a block of experts, in a forward as in a backward, counted
 (benchmarks/kernel_counts)."""
@@ -323,29 +322,31 @@ def _compiled(job: Job) -> bool:
 def _launch_seconds(job: Job) -> float:
     """Returns the seconds of the host for a kernel of a block."""
     watched = ":" in job.model.kind and job.train.activation_checkpointing == "selective"
-    return _LAUNCH_S if _compiled(job) else _WATCHED_S if watched else _EAGER_S
+    return _WATCHED_S if watched and not _compiled(job) else _LAUNCH_S
 
 
 def host_remark(job: Job, device: Device, splits: bool) -> str:
-    """Returns what blocks that are not compiled take a GPU's host; "" if they are, or on a CPU."""
-    if device.kind == "cpu" or _compiled(job):
+    """Returns what blocks take a GPU's host, if they are not compiled, or if the GPU waits for it;
+    "" otherwise, and on a CPU."""
+    if device.kind == "cpu":
         return ""
     again = recompute_factor(job) > backward_factor(job)
     layer, least = (computed_costs(job, device).layer, _no_faster_than_launched(job, device, Part(0.0, 0.0), again))
     waits = layer.forward <= least.forward or layer.backward <= least.backward
-    hint = ": the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)" if waits else ""
-    layer, least = (Part(one.forward / job.mesh.tp, one.backward / job.mesh.tp) for one in (layer, least))
-    return (
-        f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): of "
-        f"{1e3 * (layer.forward + layer.backward):.1f} ms per layer and microbatch the host needs "
-        f"{1e3 * (least.forward + least.backward):.1f} ms{hint}"
-    )
+    if _compiled(job) and not waits:
+        return ""
+    why = f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): "
+    host_ms, gpu_ms = (1e3 * (one.forward + one.backward) / job.mesh.tp for one in (least, layer))
+    hint = ", and the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)"
+    of = "" if waits else f" of {gpu_ms:.1f}"
+    needs = f"the host needs {host_ms:.1f}{of} ms per layer and microbatch{hint if waits else ''}"
+    return needs if _compiled(job) else why + needs
 
 
 def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool) -> Part:
     """Returns a layer's times, as long as the host needs at least for its kernels and its waits.
     Ranks of a tp group divide what a layer computes; the host of each launches all kernels."""
-    forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
+    forward, backward = _KERNELS[job.model.lora is not None]
     wait = 0.0
     if (model := with_experts(job.model)) is not None:
         forward, backward = forward + _EXPERT_KERNELS, backward + _EXPERT_KERNELS

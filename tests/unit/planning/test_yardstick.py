@@ -118,16 +118,16 @@ def test_two_fast_nodes_shard_inside_them_before_they_cut_the_model() -> None:
     assert best.job.mesh.fsdp >= 8
 
 
-def test_the_plan_says_what_blocks_that_are_not_compiled_take_the_host() -> None:
-    def said(device: str, length: int, tp: int = 2) -> tuple[str, float]:
-        one = job("8b", {"pp": 2, "tp": tp}, length, 1, 8)
-        pipeline = one.pipeline.model_copy(update={"schedule": "zbv", "stages_per_rank": 2})
-        plan = planned(one.model_copy(update={"pipeline": pipeline}), device)
-        return "".join(one for one in plan.remarks if one.startswith("blocks are not")), plan.predictions[0].step_s
+def test_the_plan_says_what_blocks_take_the_host() -> None:
+    def said(device: str, length: int, *, compile: bool) -> tuple[str, float]:
+        one = job("8b", {"pp": 2}, length, 1, 8)
+        plan = planned(one.model_copy(update={"train": one.train.model_copy(update={"compile": compile})}), device)
+        return "".join(one for one in plan.remarks if "the host" in one), plan.predictions[0].step_s
 
-    short, long = said("h100", 256)[0], said("h100", 8192)[0]
-    assert "zbv splits backwards" in short and "the GPU waits for it" in short
-    assert "zbv splits backwards" in long and "waits" not in long
-    compiled = said("h100", 256, tp=1)
-    assert not compiled[0] and compiled[1] < said("h100", 256)[1]
-    assert not said("cpu", 256)[0]
+    (short, _), (long, long_s) = (said("h100", length, compile=False) for length in (256, 8192))
+    assert "blocks are not compiled (train.compile)" in short and "the GPU waits for it" in short
+    assert "blocks are not compiled (train.compile)" in long and "waits" not in long
+    (short, _), (compiled, compiled_s) = (said("h100", length, compile=True) for length in (256, 8192))
+    assert short.startswith("the host needs") and "the GPU waits for it" in short
+    assert not compiled and compiled_s < long_s
+    assert not said("cpu", 256, compile=False)[0]
