@@ -47,16 +47,9 @@ def build(rank: int, cut: list[int]) -> tuple[torch.nn.Module, PipelineStage]:
     activations = torch.empty(ROWS, SEQ_LEN, options.hidden_size, device="meta", requires_grad=True)
     tokens = torch.empty(ROWS, SEQ_LEN, dtype=torch.int64, device="meta")
     logits = torch.empty(ROWS, SEQ_LEN, options.vocab_size, device="meta", requires_grad=True)
-    module = FixedShapes(stage)
-    pipeline_stage = PipelineStage(
-        module,
-        rank,
-        len(cut),
-        torch.device("cpu"),
-        input_args=tokens if rank == 0 else activations,
-        output_args=logits if rank == len(cut) - 1 else activations,
-    )
-    return module, pipeline_stage
+    module, first, last = FixedShapes(stage), rank == 0, rank == len(cut) - 1
+    ends = (tokens if first else activations, logits if last else activations)
+    return module, PipelineStage(module, rank, len(cut), torch.device("cpu"), *ends)
 
 
 def main() -> None:
@@ -75,14 +68,11 @@ def main() -> None:
     module, stage = build(rank, cut)
     microbatches = arguments.microbatches
     tokens_per_step = microbatches * ROWS * SEQ_LEN
-    schedule = Schedule1F1B(
-        stage,
-        microbatches,
-        loss_fn=lambda out, target: (
-            F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum") / tokens_per_step
-        ),
-        scale_grads=False,
-    )
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum") / tokens_per_step
+
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(0, model_options().vocab_size, (microbatches * ROWS, SEQ_LEN), generator=generator)

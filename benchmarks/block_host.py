@@ -47,12 +47,13 @@ KINDS: dict[str, tuple[str, bool, str]] = {
 
 
 class Operators(DispatchMode):
-    """Counts operators that are not views or allocations."""
+    """Counts operators that are kernels: no views and no allocations."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view and not any(word in func.name() for word in ("detach", "empty", "view"))
+        none = ("detach", "empty", "view", "promote", "prim::")
+        self.count += not func.is_view and not any(word in func.name() for word in none)
         return func(*args, **(kwargs or {}))
 
 

@@ -65,11 +65,9 @@ def stock(each: int, batch: list[Tensor]) -> Any:
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
     hidden = torch.empty(1, TOKENS, WIDTH, device="meta", requires_grad=True)
-    total = world * each
+    total, cpu = world * each, torch.device("cpu")
     stages = [
-        PipelineStage(
-            Tiny(i == 0), i, total, torch.device("cpu"), input_args=tokens if i == 0 else hidden, output_args=hidden
-        )
+        PipelineStage(Tiny(i == 0), i, total, cpu, input_args=tokens if i == 0 else hidden, output_args=hidden)
         for i in range(rank, total, world)
     ]
     whole = torch.cat(batch)

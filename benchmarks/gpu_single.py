@@ -95,9 +95,7 @@ def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
                 settings = {"train.compile": compiled, "train.activation_checkpointing": kept}
                 found.append(Variant(name, model, seq_len, settings))
             base = {"train.compile": True, "train.activation_checkpointing": "full"}
-            others: dict[str, dict[str, Any]] = {
-                "packed documents": {"data.document_len": [seq_len // 16, seq_len // 2]},
-            }
+            others: dict[str, Any] = {"packed documents": {"data.document_len": [seq_len // 16, seq_len // 2]}}
             if model in LESS_MEMORY:
                 others["fp32 moments"] = {"train.optimizer": {"kind": "adamw", "state": "fp32"}}
             else:
@@ -130,30 +128,19 @@ def model_flops(job: Job) -> dict[str, float]:
     return {"6N": six_n, "causal": six_n + attention, "full": six_n + 2 * attention}
 
 
-def matmul_rate(device: str, precision: str) -> float:
-    """Measures `best_product` in a process of its own, which then leaves the device to the runs."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(best_product, (device, precision))
-
-
 def best_product(device: str, precision: str) -> float:
     """Measures the FLOP/s of a square product of matrices: the best of several."""
     size = 8192 if device == "cuda" else 1024
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = float("inf")
+    wait, best = torch.cuda.synchronize if device == "cuda" else lambda: None, float("inf")
     for _ in range(10):
-        wait(device)
+        wait()
         start = time.perf_counter()
         one @ other
-        wait(device)
+        wait()
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def data_sheet_rate(precision: str) -> tuple[str, float]:
@@ -177,7 +164,8 @@ def main() -> None:
     )
     device, precision = ("cuda", "bf16") if cuda else ("cpu", "fp32")
     name, sheet = data_sheet_rate(precision)
-    measured = matmul_rate(device, precision)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process that then leaves the device to the runs
+        measured = pool.apply(best_product, (device, precision))
     print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
           + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
     titles = "model | T | variant | tokens/s | × first | GiB reserved | GiB used | MFU 6N | causal | full | of matmul"

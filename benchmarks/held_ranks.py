@@ -85,15 +85,8 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the controller's process has used so far.
-
-    Attributes:
-        cpu_s: CPU seconds of all threads.
-        leader_s: CPU seconds of the leading thread.
-        resident: Resident memory in bytes.
-        calls: Calls from ranks and idle processes.
-        oldest_s: Age of the oldest heartbeat now, which the hang watch relies on.
-    """
+    """What the controller's process has used so far: CPU seconds of all threads, and of the leading
+    one; resident bytes; calls of ranks and idle processes; and the age of the oldest heartbeat."""
 
     cpu_s: float
     leader_s: float
@@ -182,7 +175,6 @@ class Sender:
 
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
         """Reports for this many seconds; returns the number of answers and the longest wait."""
-
         told, longest, begun = 0, 0.0, time.monotonic()
 
         async def tell(one: Simulated) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.block_host import Operators
 from benchmarks.surroundings import begin
 from benchmarks.torch_private import kernels_on_cuda
 from raypp.job.decoder_layer import Layer
@@ -110,19 +111,6 @@ def block(lora: dict[str, Any] | None) -> tuple[Any, list[Tensor]]:
         return torch.func.functional_call(layer, dict(zip(weights, given, strict=True)), (x, (cos, sin), documents))
 
     return forward, [tensor(1, TOKENS, SIZES["hidden_size"]), *table(), *weights.values()]
-
-
-class Operators(DispatchMode):
-    """Counts operators that are kernels."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        no_kernel = func.is_view or func.name().partition("::")[2].lstrip("_").startswith(
-            (*NO_PASS[:2], "unsafe", "promote")
-        )
-        self.count += not no_kernel and not func.name().startswith("prim::")
-        return func(*args, **(kwargs or {}))
 
 
 def experts(way: str) -> None:

@@ -3,10 +3,9 @@
 It needs root. Two hosts (network namespaces) have one core each and a cable of a set rate. The
 costs of the model's parts are measured on both cores at once, with the code of `raypp plan
 --measure`. The step of every configuration is compared with what `raypp plan --costs --links`
-predicts for two nodes with the speeds of the cores. Nothing is fitted to the runs. Because the
-machine's speed drifts, all configurations run at the same time and take turns of a few steps, round
-after round, every second round in reverse order. Costs are measured some seconds before and after
-each turn. The tables show medians over the rounds.
+predicts for two nodes with the speeds of the cores. Nothing is fitted to the runs. All
+configurations run at the same time and take turns, as in `benchmarks.link_hiding`. Costs are
+measured some seconds before and after each turn. The tables show medians over the rounds.
 
 The cores are kept awake (`benchmarks.awake`). With `--sleeping-cores` they are not: the forecast
 does not know that virtual cores come back slow from a wait.
@@ -95,17 +94,6 @@ def started(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
     return held
 
 
-def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict[str, Any]:
-    """Runs a few steps of a configuration; returns their mean seconds and those of their parts."""
-    hosts.set_cable(CONFIGURATIONS[index][1])
-    done = held[index].steps(steps)
-    parts = [one.told[0]["parts"] for one in done]
-    return {
-        "seconds": figures(done)["step_s"],
-        "parts": {name: statistics.mean(one.get(name, 0.0) for one in parts) for name in parts[0]},
-    }
-
-
 def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]]) -> Forecast:
     """Predicts the time of a step. `around`: the costs of both cores before and after the turn."""
     own = [mean_of([both[core] for both in around]) for core in range(2)]
@@ -118,8 +106,8 @@ def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dic
     return forecast(job_of(settings, world=2, steps=1), replace(machines, nodes=nodes), costs)
 
 
-Pair = tuple[dict[str, Any], Forecast]
-"""The time of a turn, and the prediction from the costs around it."""
+Pair = tuple[dict[str, float], Forecast]
+"""The `seconds` of a step and of its `pipeline`, and the prediction from the costs around it."""
 
 
 def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
@@ -135,7 +123,10 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[int, list[Pair]]:
             settings, mbit = CONFIGURATIONS[index]
             kind = rows_of(index)
             before = last[1] if last is not None and last[0] == kind else measured_costs(meters, kind)
-            taken = turn(hosts, held, index, options.steps)
+            hosts.set_cable(mbit)
+            done = held[index].steps(options.steps)
+            pipeline_s = statistics.mean(one.told[0]["parts"].get("pipeline", 0.0) for one in done)
+            taken = {"seconds": figures(done)["step_s"], "pipeline": pipeline_s}
             after = measured_costs(meters, kind)
             last = kind, after
             cast = predicted(settings, mbit, [before, after])
@@ -161,9 +152,9 @@ def main() -> None:
     for index, pairs in found.items():
         settings, mbit = CONFIGURATIONS[index]
         ratios = [cast.step_s / taken["seconds"] for taken, cast in pairs]
-        schedule = [cast.parts["pipeline"] / taken["parts"]["pipeline"] for taken, cast in pairs]
+        schedule = [cast.parts["pipeline"] / taken["pipeline"] for taken, cast in pairs]
         rests = [
-            statistics.median(taken["seconds"] - taken["parts"]["pipeline"] for taken, _ in pairs),
+            statistics.median(taken["seconds"] - taken["pipeline"] for taken, _ in pairs),
             statistics.median(cast.step_s - cast.parts["pipeline"] for _, cast in pairs),
         ]
         errors.append(abs(statistics.median(ratios) - 1))

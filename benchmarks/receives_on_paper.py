@@ -1,8 +1,8 @@
 """What receives cost that are posted in one order, as NCCL needs it, simulated. Computed.
 
-Run it with `python -m benchmarks.receives_on_paper`: pp 4, 16 microbatches, about two stages a
-rank. The first table is the worst case: a rank posts between two actions only, and a message
-crosses once its receive is posted. The second counts receives that hold processors while they wait.
+pp 4, 16 microbatches, about two stages a rank. The first table is the worst case: a rank posts
+between two actions only, and a message crosses once its receive is posted. The second counts
+receives that hold processors while they wait.
 """
 
 from benchmarks.surroundings import begin
@@ -21,11 +21,8 @@ PP, MICROBATCHES, LINKS = 4, 16, (0.25, 0.5, 1.0, 2.0)
 def longer(program: Program, ranks: list[int], link: float) -> float:
     """Returns by what fraction a step is longer than if all receives were posted at its start."""
     times = StageTimes.equal(len(ranks), link=link)
-    return (
-        simulate(program, times, with_messages(program, ranks, "one_order")).makespan
-        / simulate(program, times).makespan
-        - 1
-    )
+    in_order = simulate(program, times, with_messages(program, ranks, "one_order"))
+    return in_order.makespan / simulate(program, times).makespan - 1
 
 
 def held(program: Program, ranks: list[int], link: float, ahead: int | None = None) -> list[float]:

@@ -65,8 +65,9 @@ class Trial:
     environment: dict[str, str]
 
     def ask(self, *command: str) -> str:
-        done = subprocess.run([RAYPP, *command], env=self.environment, capture_output=True, text=True, check=True)
-        return done.stdout
+        return subprocess.run(
+            [RAYPP, *command], env=self.environment, capture_output=True, text=True, check=True
+        ).stdout
 
     def events(self, kind: str, attempt: int) -> list[dict[str, Any]]:
         told = json.loads(self.ask("events", self.name, "--json"))
@@ -80,9 +81,6 @@ class Trial:
             time.sleep(0.3)
         return answer
 
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.ask("status", self.name, "--json"))
-
     def seats(self, attempt: int) -> dict[str, int]:
         """Returns the process id of each rank."""
         told = self.until(lambda: len(s := self.events("seated", attempt)) == PP and s, f"seats of attempt {attempt}")
@@ -95,7 +93,7 @@ class Trial:
         """Kills a rank of a training attempt; returns once the next attempt trains."""
         before = self.seats(attempt)
         begun = self.first_step(attempt)["step"]
-        self.until(lambda: self.status()["step"] >= begun + 7, "progress")
+        self.until(lambda: json.loads(self.ask("status", self.name, "--json"))["step"] >= begun + 7, "progress")
         time.sleep(STANDBY_READY_S)
         at = time.time()
         os.kill(before[victim], signal.SIGKILL)
@@ -108,30 +106,22 @@ class Trial:
         return Recovery(victim, failed["time"] - at, seated - at, first["time"] - at, kept, again)
 
 
-def submit(name: str, folder: str, environment: dict[str, str], **more: dict[str, Any]) -> Trial:
-    """Starts a run. `more`: further keys of its sections."""
+def observe(tier: bool, rounds: int, folder: str, environment: dict[str, str]) -> tuple[float, list[Recovery]]:
+    """Starts a run; returns the seconds of its cold start, and the recovery from every kill."""
+    name = f"recovery-{'tier' if tier else 'store'}"
     document: dict[str, Any] = {
         "name": name,
         "model": {"kind": "llama", "num_layers": 6, "hidden_size": 32, "num_heads": 2, "vocab_size": 320},
         "data": {"kind": "text", "path": str(TEXT.resolve()), "seq_len": 64},
         "mesh": {"pp": PP},
         "train": {"steps": 1_000_000, "micro_batch_size": 1},
-        "checkpoint": {"url": "s3://raypp/bench", "every_steps": 20},
+        "checkpoint": {"url": "s3://raypp/bench", "every_steps": 20, "memory_tier": tier},
         "resources": {"device": "cpu"},
     }
-    for section, keys in more.items():
-        document[section] = document.get(section, {}) | keys
     job = Path(folder) / f"{name}.yaml"
     job.write_text(yaml.safe_dump(document))
     trial = Trial(name, environment)
     trial.ask("submit", str(job), "--detach")
-    return trial
-
-
-def observe(tier: bool, rounds: int, folder: str, environment: dict[str, str]) -> tuple[float, list[Recovery]]:
-    """Returns the seconds of the cold start, and the recovery from every kill."""
-    name = f"recovery-{'tier' if tier else 'store'}"
-    trial = submit(name, folder, environment, checkpoint={"memory_tier": tier})
     started = trial.until(lambda: trial.events("attempt_started", 1), "the first attempt")[0]["time"]
     cold = trial.first_step(1)["time"] - started
     victims = ["pp0", "pp1", "pp2"] * rounds

@@ -11,10 +11,8 @@ cables is set so that a message takes 0.5 and 1.0 times a forward. The programs:
   This is what raypp does.
 - int8: beside, in int8 with error feedback (`train.sync`).
 
-All run at the same time and train in turns of a few steps, round after round, every second round in
-reverse order, so values that are compared were measured within a minute. A ratio compares two turns
-of the same round; the table shows the median over the rounds and the range. The steps without a
-limit of the cable are those of `beside`.
+Turns, rounds and ratios are those of `benchmarks.link_hiding`. The steps without a limit of the
+cable are those of `beside`.
 """
 
 import argparse

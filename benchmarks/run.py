@@ -16,14 +16,8 @@ from benchmarks.surroundings import OWN_LOAD
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module of this directory that prints figures.
-
-    Attributes:
-        name: Name of the module.
-        minutes: Approximate time with its defaults on two idle cores.
-        shows: What its figures show.
-        root: Whether it needs root, to create network namespaces.
-    """
+    """A module that prints figures. `minutes`: about, with its defaults on two idle cores. `root`:
+    it needs root, to create network namespaces."""
 
     name: str
     minutes: float

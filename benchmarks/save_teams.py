@@ -89,20 +89,18 @@ class Teams:
     from then on; `lines` has the reason. `server`: its process; see `Ranks` for the rest."""
 
     def __init__(self, names: list[str], world: int, megabytes: int, environment: dict[str, str], server: int) -> None:
-        python: Path | None = None
+        interpreters: dict[bool, Path | None] = {False: Path(sys.executable)}
         self.lines: list[str] = []
         if any(name in FOREIGN for name in names):
-            python, said = python_with_writers()
+            interpreters[True], said = python_with_writers()
             self.lines.append(f"(other writers: {said})")
-        self._server = psutil.Process(server)
+        self._server, self._saves = psutil.Process(server), 0
         self._teams: dict[str, Ranks] = {}
-        self._saves = 0
         for name in names:
-            interpreter = str(python) if name in FOREIGN else sys.executable
-            if name in FOREIGN and python is None:
+            if (interpreter := interpreters[name in FOREIGN]) is None:
                 continue
             try:
-                self._teams[name] = Ranks(interpreter, name, world, megabytes, environment)
+                self._teams[name] = Ranks(str(interpreter), name, world, megabytes, environment)
             except RuntimeError as error:
                 self.lines.append(f"{name}: left out, {error}")
 

@@ -37,14 +37,14 @@ def submit_once(folder: str, number: int, environment: dict[str, str]) -> dict[s
     told = events(f"{folder}/{name}", environment)
     at = {event["kind"]: event["time"] for event in reversed(told)}
     first = next(event for event in told if event["kind"] == "first_step")
-    parts = {
-        "check, package, submit": at["submitted"] - began if "submitted" in at else at["attempt_started"] - began,
-        "controller": at["attempt_started"] - at.get("submitted", at["attempt_started"]),
+    submitted = at.get("submitted", at["attempt_started"])
+    return {
+        "check, package, submit": submitted - began,
+        "controller": at["attempt_started"] - submitted,
         "placement, actors, imports": max(e["time"] for e in told if e["kind"] == "seated") - at["attempt_started"],
         **first["details"]["seconds"],
+        "to the first finished step": first["time"] - began,
     }
-    parts["to the first finished step"] = first["time"] - began
-    return parts
 
 
 def torchrun_once(folder: str, number: int, environment: dict[str, str]) -> float:

@@ -64,20 +64,18 @@ def too_busy(load: float, busy: float, cores: int, *, after_another: bool = Fals
     )
 
 
-def busy_cores(sample_s: float = _SAMPLE_S) -> float:
+def busy_cores() -> float:
     """Measures how many cores other programs use now, those of other virtual machines included."""
     before, started = _used_ticks(), time.monotonic()
-    time.sleep(sample_s)
+    time.sleep(_SAMPLE_S)
     used, seconds = _used_ticks() - before, time.monotonic() - started
     return used / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def _used_ticks() -> int:
     """Returns the ticks in which a core ran a program, or another virtual machine ran on it."""
-    user, nice, system, _idle, _wait, interrupts, soft, stolen, *_ = map(
-        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    )
-    return user + nice + system + interrupts + soft + stolen
+    ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:]]
+    return sum(ticks[:3]) + sum(ticks[5:8])  # without what is idle, and waits for disks
 
 
 def describe() -> str:

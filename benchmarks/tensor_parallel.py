@@ -152,8 +152,7 @@ def rank(index: int, port: int, rounds: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=index, world_size=TP)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=TP)
     groups, mesh = make_groups(Coordinates(1, 1, 1, 1, TP), "cpu"), init_device_mesh("cpu", (TP,))
     for name, size in SIZES.items():
         makers = {"raypp": lambda layers, size=size: of_raypp(size, layers, groups)}
@@ -180,11 +179,8 @@ def rank(index: int, port: int, rounds: int) -> None:
                 flush=True,
             )
         if ratios:
-            print(
-                f"{name:6} raypp ÷ torch: time {{:.2f}}, CPU {{:.2f}}, kept {{:.2f}}".format(
-                    *(one / other for one, other in zip(*ratios, strict=True))
-                )
-            )
+            time_, cpu_, kept = (one / other for one, other in zip(*ratios, strict=True))
+            print(f"{name:6} raypp ÷ torch: time {time_:.2f}, CPU {cpu_:.2f}, kept {kept:.2f}")
     torch.distributed.destroy_process_group()
 
 

@@ -15,17 +15,13 @@ copy_to = torch.ops.aten._to_copy.default
 
 def schema_of(operator: Any) -> Any:
     """Returns an operator's schema: which arguments it writes, which of its results are views.
-
-    `OpOverload._schema`, since 1.10.
-    """
+    `OpOverload._schema`, since 1.10."""
     return operator._schema
 
 
 def order_of_streams() -> Any:
     """Returns torch's record of which work of which stream is ordered before which, by events.
-
-    `cuda._sanitizer.StreamSynchronizations`, which needs no device. Since 1.13.
-    """
+    `cuda._sanitizer.StreamSynchronizations`, which needs no device. Since 1.13."""
     from torch.cuda._sanitizer import StreamSynchronizations
 
     return StreamSynchronizations()
@@ -33,9 +29,7 @@ def order_of_streams() -> Any:
 
 def fsspec_writer() -> type[Any]:
     """Returns torch's own writer of checkpoints to object stores, for comparison; needs fsspec.
-
-    `checkpoint._fsspec_filesystem.FsspecWriter`: torch has no public name for it. Since 2.4.
-    """
+    `checkpoint._fsspec_filesystem.FsspecWriter`: torch has no public name for it. Since 2.4."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter

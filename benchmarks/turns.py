@@ -47,13 +47,8 @@ class Gate:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step of one program.
-
-    Attributes:
-        seconds: Time of the slowest rank.
-        told: Reports by rank: `wall`, `cpu`, and the program's additional data.
-        sent: Bytes that each host sent.
-    """
+    """One step of one program. `seconds`: of the slowest rank. `told`: by each rank: `wall`, `cpu`,
+    and the program's additional data. `sent`: bytes that each host sent."""
 
     seconds: float
     told: list[dict[str, Any]]

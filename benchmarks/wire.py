@@ -9,6 +9,7 @@ the machine.
 import json
 import multiprocessing
 import os
+import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,9 +85,8 @@ def train(job: dict[str, Any], world: int, name: str) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         job = {**job, "checkpoint": {**job["checkpoint"], "url": f"{folder}/store"}}
         out = f"{folder}/out"
-        ranks = [
-            context.Process(target=rank, args=(number, world, port, job, out), daemon=True) for number in range(world)
-        ]
+        given = [(number, world, port, job, out) for number in range(world)]
+        ranks = [context.Process(target=rank, args=one, daemon=True) for one in given]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -99,19 +99,15 @@ def train(job: dict[str, Any], world: int, name: str) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Returns a Markdown table of final losses, with those of no compression and another seed."""
-
-    def last(figures: dict[str, Any]) -> float:
-        losses = figures["loss"][-LAST:]
-        return float(sum(losses) / len(losses))
-
-    exact = found["as computed (fp32)"]
+    last = {name: statistics.mean(figures["loss"][-LAST:]) for name, figures in found.items()}
+    exact, exact_last = (some["as computed (fp32)"] for some in (found, last))
     titles = f"activations / gradients | MB per step | share | loss, mean of the last {LAST} steps | difference "
     lines = [head(f"{titles}| held-out loss | difference")]
     for name, figures in found.items():
         size, base = figures["bytes"][-1], exact["bytes"][-1]
         lines.append(
             f"| {name} | {size / 1e6:.2f} | {size / base:.3f} "
-            f"| {last(figures):.4f} | {last(figures) - last(exact):+.4f} "
+            f"| {last[name]:.4f} | {last[name] - exact_last:+.4f} "
             f"| {figures['held_out']:.4f} | {figures['held_out'] - exact['held_out']:+.4f} |"
         )
     return "\n".join(lines)
