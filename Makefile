@@ -71,11 +71,11 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-# An environment for tests only, without hashes.
+# An environment for tests only, without hashes. Its Triton's interpreter needs an older numpy than the pinned one.
 $(STAMP211): pyproject.toml constraints.txt
 	$(call environment,$(VENV211))
-	@grep -v '^torch==' constraints.txt > $(VENV211)/constraints.txt
-	@$(VENV211)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.11.0 triton==3.6.0
+	@grep -v '^torch==\|^numpy==' constraints.txt > $(VENV211)/constraints.txt
+	@$(VENV211)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.11.0 triton==3.6.0 numpy==2.3.5
 	@$(VENV211)/bin/python -m pip install -q --disable-pip-version-check -c $(VENV211)/constraints.txt torch==2.11.0 -e '.[local,dev]'
 	@touch $@
 
