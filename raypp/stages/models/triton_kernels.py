@@ -272,8 +272,8 @@ def _of_matrices(
 def spread(
     x_SC: Tensor, places_SK: Tensor, rows_NC: Tensor | None = None, weights_SK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns rows `[N, C]` with every token, times its weight, at its places, and the products
-    `[S, K]` of each token with the rows that are there; of neither without `weights_SK`."""
+    """Returns rows `[N, C]` with every token, times its weights, at its places, and each token's
+    product `[S, K]` with the rows that are there. Without `weights_SK`: copies, and no products."""
     (tokens, width), chosen = x_SC.shape, places_SK.shape[1]
     side = triton.next_power_of_2(chosen)
     out = x_SC.new_empty(tokens * chosen, width)
