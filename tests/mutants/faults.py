@@ -65,6 +65,7 @@ MEETS = {
         ["tests/ranks/test_tensor_parallel.py", "tests/ranks/test_recut_of_runs.py"],
     ),
     "raypp/stages/models/tensor_ranks.py": ([], ["tests/ranks/test_sampling.py"]),
+    "raypp/stages/models/products.py": (["tests/unit/parallel/test_compiled_blocks.py"], []),
     "raypp/rank/data/loader.py": (
         ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py", "tests/unit/data/test_chat_source.py"],
         ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
@@ -108,6 +109,7 @@ _APPLY = "raypp/stages/parallel/apply.py"
 _LOADER = "raypp/rank/data/loader.py"
 _TENSOR = "raypp/stages/parallel/tensor.py"
 _TENSOR_RANKS = "raypp/stages/models/tensor_ranks.py"
+_PRODUCTS = "raypp/stages/models/products.py"
 
 FAULTS = [
     # The state machine.
@@ -636,6 +638,31 @@ FAULTS = [
         "return MatrixCut(inputs=ranks)",
         "return MatrixCut()",
         "ranks round their parts of a row to fp8 with scales of their own",
+    ),
+    # Backwards of compiled blocks, in halves.
+    Fault(
+        "halves-gradient-of-the-stand-in", _PRODUCTS,
+        "return grad, None, grad, x\n",
+        "return grad, None, grad, x.detach() * 1.0 + grad.sum() * 0.001\n",
+        "weights learn from inputs that no product had",
+    ),
+    Fault(
+        "halves-biases-stay", _PRODUCTS,
+        "if bias is not None and bias.requires_grad:\n                    later",
+        "if bias is None:\n                    later",
+        "the biases of compiled blocks are not trained",
+    ),
+    Fault(
+        "halves-stand-ins-stay", _PRODUCTS,
+        "            for part in trained:\n                part.stand_ins = None\n",
+        "            pass\n",
+        "an evaluation after a step computes with the stand-ins of the last microbatch",
+    ),
+    Fault(
+        "halves-whole-weights-learn-at-once", _PRODUCTS,
+        "out = (self.fp8 or F.linear)(x, self.weight.detach(), bias)",
+        "out = (self.fp8 or F.linear)(x, self.weight, bias)",
+        "each matrix gets its gradient twice",
     ),
     # The loader.
     Fault(

@@ -63,6 +63,7 @@ def gradients(kind: str, extent: str, *, split: bool) -> dict[str, torch.Tensor]
             in_first_half = stage.get_parameter("model.layers.0.self_attn.o_proj.weight").grad
             assert length > 9 or in_first_half is None
             later.compute()
+    assert not any(getattr(part, "stand_ins", None) for part in stage.modules())
     return {"input": hidden.grad, **{name: one.grad for name, one in stage.named_parameters()}}
 
 
