@@ -199,5 +199,7 @@ GATE_PLANTS = ["a copy is not awaited", "the host does not wait for a copy"]
 
 @pytest.mark.parametrize("name", thinned(PLANTS, QUICK_PLANTS, GATE_PLANTS))
 def test_a_wait_that_is_taken_away_is_missed(name: str) -> None:
+    if PLANTS[name][0] == "middle" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not swap a parameter of a stage without FSDP on a fake device")
     (found,) = run_in_living(1, accesses, accesses_without, name)
     assert any(PLANTS[name][2] in line for line in found), found
