@@ -27,7 +27,7 @@ from raypp.planning.flops import (
     weight_share,
 )
 from raypp.planning.machines import INSIDE_GBPS
-from raypp.planning.resolve import schedule_of
+from raypp.planning.resolve import schedule_of, splits_compiled
 from raypp.planning.schedules.catalogue import SCHEDULES
 from raypp.planning.sizes import mixers, sizes_of
 
@@ -305,7 +305,7 @@ def against_compiling(job: Job, splits: bool) -> str:
     """Returns why `train.compile: auto` does not compile blocks, as far as the job tells, or "".
     `splits`: whether its program splits backwards."""
     against = {
-        f"{schedule_of(job)} splits backwards, and mesh.tp the matrices": splits and job.mesh.tp > 1,
+        f"{schedule_of(job)} splits backwards": splits and not splits_compiled(job),
         "train.sample decodes with the same blocks": job.train.sample is not None,
         "the model is your own": ":" in job.model.kind,
     }

@@ -10,7 +10,7 @@ from typing import Literal
 
 from raypp.errors import JobError
 from raypp.job.job import Job
-from raypp.job.lora import lowest_trained, trains
+from raypp.job.lora import lowest_trained, quantised_base, trains
 from raypp.job.precision import DTYPES, FP32
 from raypp.planning.activations import microbatch_tokens
 from raypp.planning.cut import balance, balance_ranks, cut_layers, no_layer
@@ -97,8 +97,10 @@ def wire_bytes(job: Job, form: WireKind) -> int:
 
 def splits_compiled(job: Job) -> bool:
     """Whether a compiled block's backward can be split: not with parts of weights, nor in a model
-    of one's own."""
-    return job.mesh.tp == 1 and ":" not in job.model.kind
+    of one's own; nor with products in fp8, for which the compiler rounds gradients in another
+    place than in a whole backward."""
+    in_fp8 = job.train.dtypes.fp8 or quantised_base(job.model) == "fp8"
+    return job.mesh.tp == 1 and ":" not in job.model.kind and not in_fp8
 
 
 def resolve_pipeline(job: Job) -> ResolvedPipeline:
