@@ -333,14 +333,15 @@ def host_remark(job: Job, device: Device, splits: bool) -> str:
     again = recompute_factor(job) > backward_factor(job)
     layer, least = (computed_costs(job, device).layer, _no_faster_than_launched(job, device, Part(0.0, 0.0), again))
     waits = layer.forward <= least.forward or layer.backward <= least.backward
-    if _compiled(job) and not waits:
+    compiled = _compiled(job)
+    if compiled and not waits:
         return ""
-    why = f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): "
+    why = "" if compiled else f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): "
     host_ms, gpu_ms = (1e3 * (one.forward + one.backward) / job.mesh.tp for one in (least, layer))
-    hint = ", and the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)"
-    of = "" if waits else f" of {gpu_ms:.1f}"
-    needs = f"the host needs {host_ms:.1f}{of} ms per layer and microbatch{hint if waits else ''}"
-    return needs if _compiled(job) else why + needs
+    if not waits:
+        return f"{why}the host needs {host_ms:.1f} of {gpu_ms:.1f} ms per layer and microbatch"
+    hint = "and the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)"
+    return f"{why}the host needs {host_ms:.1f} ms per layer and microbatch, {hint}"
 
 
 def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool) -> Part:

@@ -19,7 +19,7 @@ from raypp.planning.geometry import Mesh
 from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.machines import INSIDE_GBPS, Machines, Node
 from raypp.planning.memory import memories, peak_memory
-from raypp.planning.resolve import resolve_pipeline, splits_compiled
+from raypp.planning.resolve import resolve_pipeline, whole_backwards
 from raypp.planning.schedules.action import splits_backward
 from raypp.planning.schedules.simulate import StageTimes
 
@@ -66,8 +66,7 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
         job = job.with_reduction(LAST)
     pipeline = resolve_pipeline(job)
     job, remarks = _with_compile(job, pipeline, facts)
-    if job.train.compiles and not splits_compiled(job):  # all else is as resolved
-        pipeline = replace(pipeline, whole_backwards=True)
+    pipeline = replace(pipeline, whole_backwards=whole_backwards(job))  # all else is as resolved
     ctas, ctas_words = pipeline_ctas(job, facts)
     simulator = pipeline.simulator()
     stages = range(pipeline.num_stages)

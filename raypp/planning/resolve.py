@@ -103,6 +103,11 @@ def splits_compiled(job: Job) -> bool:
     return job.mesh.tp == 1 and ":" not in job.model.kind and not in_fp8
 
 
+def whole_backwards(job: Job) -> bool:
+    """Whether backwards are not split, whatever the schedule does."""
+    return job.train.compiles and not splits_compiled(job)
+
+
 def resolve_pipeline(job: Job) -> ResolvedPipeline:
     """Resolves everything that `mesh.pp` and `pipeline` leave open. Raises JobError: the schedule
     does not exist or does not support these sizes, or a stage would have no layer. `check_plan`
@@ -120,7 +125,7 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         output_weight=last,
         placement=placement,
         stages_of_rank=tuple(map(tuple, place_stages(pp, job.num_stages, placement))),
-        whole_backwards=job.train.compiles and not splits_compiled(job),
+        whole_backwards=whole_backwards(job),
         trained=tuple(
             trains(job.model, layers, first=index == 0, last=index == len(cut) - 1)
             for index, layers in enumerate(layers_of_stage)

@@ -24,7 +24,7 @@ from raypp.control.calls import Tell
 from raypp.job.job import Job
 from raypp.job.load import job_document, parse_job
 from raypp.planning.decide import decide
-from raypp.planning.resolve import splits_compiled
+from raypp.planning.resolve import whole_backwards
 from raypp.ports import free_port
 from raypp.rank.assemble import assemble
 from raypp.rank.device_check import facts_here
@@ -111,7 +111,7 @@ class Meter:
         times the two halves of a backward of the layers alone. They take turns, so that a slowdown
         affects all. Returns the two seconds of each."""
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
-        if not self._job.train.compiles or splits_compiled(self._job):
+        if not whole_backwards(self._job):
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         with computing(self._stages):

@@ -648,8 +648,8 @@ FAULTS = [
     ),
     Fault(
         "halves-biases-stay", _PRODUCTS,
-        "if bias is not None and bias.requires_grad:\n                    later",
-        "if bias is None:\n                    later",
+        "later.add_product(weight, bias, partial(",
+        "later.add_product(weight, None, partial(",
         "the biases of compiled blocks are not trained",
     ),
     Fault(

@@ -34,6 +34,15 @@ class LaterGradients:
         """Leaves the gradient of a weight `[...]` for later."""
         self._left.append((weight, gradient))
 
+    def add_product(
+        self, weight: Tensor, bias: Tensor | None, gradient: Callable[..., Tensor], x: Tensor, grad: Tensor
+    ) -> None:
+        """Leaves those of a product's weight and bias. `gradient`: computes the weight's, given its
+        input `[..., C]` and the gradient `[..., O]` of its result."""
+        self.add(weight, partial(gradient, x, grad))
+        if bias is not None and bias.requires_grad:
+            self.add(bias, partial(_of_bias, grad))
+
     def compute(self) -> None:
         """Computes the gradients, and adds each to those of its parameter. Call it once."""
         parts: list[tuple[Tensor, Tensor]] = []
@@ -87,7 +96,7 @@ class Projection(nn.Linear):
     """The rows that this rank of a tp group computes with; None: all it has."""
     cut: MatrixCut = WHOLE
     """What products in fp8 need to know of the other ranks."""
-    stand_ins: tuple[Tensor, Tensor] | None = None
+    stand_ins: tuple[Tensor, Tensor] | None
     """For the result and the input, within a compiled block (`halved`)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
@@ -121,7 +130,7 @@ def defer_in(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Projection
-            module.fp8 = None  # type: ignore[assignment]
+            module.fp8 = module.stand_ins = None  # type: ignore[assignment]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
@@ -179,9 +188,7 @@ class _Apart(torch.autograd.Function):
         """Returns the gradient `[..., O]` of the product, unchanged."""
         (x,) = ctx.saved_tensors
         later, weight, bias, gradient = ctx.what
-        later.add(weight, partial(gradient, x, grad))
-        if bias is not None and bias.requires_grad:
-            later.add(bias, partial(_of_bias, grad))
+        later.add_product(weight, bias, gradient, x, grad)
         return grad, None, None, None
 
 
@@ -233,9 +240,7 @@ class _StandIns(torch.autograd.Function):
         later, weights = ctx.what
         for (weight, bias), grad, x in zip(weights, given[::2], given[1::2], strict=True):
             if grad is not None and x is not None:
-                later.add(weight, partial(_of_matrix, x, grad, transposed=is_transposed(weight)))
-                if bias is not None and bias.requires_grad:
-                    later.add(bias, partial(_of_bias, grad))
+                later.add_product(weight, bias, partial(_of_matrix, transposed=is_transposed(weight)), x, grad)
         return None, None, None
 
 

@@ -25,22 +25,23 @@ from raypp.stages.parallel.attention_choice import PACKAGES, AttentionChoice, Se
 def with_delta_rule(choice: AttentionChoice, job: Job, device: torch.device) -> AttentionChoice:
     """Returns a rank's choice with that of its delta rules, if the model has any."""
     rules = {job.model.state_rule(index) for index in range(job.model.num_layers)}
-    found = [rule for rule in rules if isinstance(rule, DeltaRule)]
-    if not found:
+    deltas = [rule for rule in rules if isinstance(rule, DeltaRule)]
+    if not deltas:
         return choice
     failed, said = choice.failed, ""
     for name, made in (("fla", lambda: chunked), ("compiled", _compiled)):
-        kernel, reason = choice.kernel, reason_against(name, job, choice.setting, found, device)
-        try:
-            kernel = kernel if reason else replace(kernel, delta=made())
-            for rule in found if reason is None else ():
-                try_delta_rule(kernel, rule, choice.setting.dtype, device)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            failed, reason = (*failed, name), f"it failed on a small example: {in_words(error)}"
+        reason = reason_against(name, job, choice.setting, deltas, device)
         if reason is None:
-            return replace(choice, kernel=kernel, failed=failed, delta=f"delta rules by {name}{said}")
+            try:
+                kernel = replace(choice.kernel, delta=made())
+                for rule in deltas:
+                    try_delta_rule(kernel, rule, choice.setting.dtype, device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of Triton or the package: the next way computes the same
+                failed, reason = (*failed, name), f"it failed on a small example: {in_words(error)}"
+            else:
+                return replace(choice, kernel=kernel, failed=failed, delta=f"delta rules by {name}{said}")
         said += f"; not {name}: {reason}"
     return replace(choice, failed=failed, delta=f"delta rules by operators{said}")
 
