@@ -1,4 +1,8 @@
-"""A real S3 server that ignores If-None-Match: `rclone serve s3` over a directory."""
+"""A real S3 server that ignores If-None-Match: `rclone serve s3` over a directory.
+
+It writes through at once. While an object waits to be written back (rclone's default: 5 s), a list
+that meets its deletion makes the deleted object stay: 13 of 5,574 with four writers.
+"""
 
 import shutil
 import socket
@@ -46,7 +50,8 @@ def rclone(*buckets: str) -> Iterator[RcloneServer]:
             (Path(directory) / bucket).mkdir()
         port = free_port()
         command = [program, "serve", "s3", directory, f"--addr=127.0.0.1:{port}", "--config=/dev/null"]
-        command += [f"--auth-key={_ACCESS_KEY},{_SECRET_KEY}", "--vfs-cache-mode=writes", f"--cache-dir={directory}.c"]
+        command += [f"--auth-key={_ACCESS_KEY},{_SECRET_KEY}", "--vfs-cache-mode=writes"]
+        command += ["--vfs-write-back=0", f"--cache-dir={directory}.c"]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
