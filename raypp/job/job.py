@@ -497,7 +497,7 @@ class TrainSection(Section):
     over full."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto: on CUDA with a C compiler, unless the run
-    samples, the model is your own, or the schedule splits backwards beside mesh.tp or fp8; the run
+    samples, the model is your own, or the schedule splits backwards in fp8; the run
     reports it."""
     attention: Literal["auto", "flash3", "flash4", "cudnn", "varlen", "flex", "plain"] = "auto"
     """Attention kernel. auto: the first that suits the device, the dtype and the head width, in the

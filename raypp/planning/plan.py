@@ -327,8 +327,8 @@ def _backwards_remark(pipeline: ResolvedPipeline) -> str:
     if not pipeline.whole_backwards or not splits_backward(build_program(pipeline.schedule, *pipeline.sizes)):
         return ""
     return (
-        f"{pipeline.schedule} splits backwards, but a compiled block with mesh.tp, fp8, or of your own, does not: "
-        "every backward is whole, and the bubbles that weight gradients would fill stay (train.compile)"
+        f"{pipeline.schedule} splits backwards, but compiled blocks in fp8, or of your own, do not: every backward "
+        "is whole, and the bubbles that weight gradients would fill stay (train.compile)"
     )
 
 

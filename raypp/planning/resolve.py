@@ -96,11 +96,11 @@ def wire_bytes(job: Job, form: WireKind) -> int:
 
 
 def splits_compiled(job: Job) -> bool:
-    """Whether a compiled block's backward can be split: not with parts of weights, nor in a model
-    of one's own; nor with products in fp8, for which the compiler rounds gradients in another
-    place than in a whole backward."""
+    """Whether a compiled block's backward can be split: not in a model of one's own, nor with
+    products in fp8, for which the compiler rounds gradients in another place than in a whole
+    backward."""
     in_fp8 = job.train.dtypes.fp8 or quantised_base(job.model) == "fp8"
-    return job.mesh.tp == 1 and ":" not in job.model.kind and not in_fp8
+    return ":" not in job.model.kind and not in_fp8
 
 
 def whole_backwards(job: Job) -> bool:

@@ -660,8 +660,8 @@ FAULTS = [
     ),
     Fault(
         "halves-whole-weights-learn-at-once", _PRODUCTS,
-        "out = (self.fp8 or F.linear)(x, self.weight.detach(), bias)",
-        "out = (self.fp8 or F.linear)(x, self.weight, bias)",
+        "out = (self.fp8 or F.linear)(x, weight_here(self).detach(), bias)",
+        "out = (self.fp8 or F.linear)(x, weight_here(self), bias)",
         "each matrix gets its gradient twice",
     ),
     # The loader.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import WIDE, assert_close, assert_same_sums, assert_tensors_close
+from comparison import WIDE, assert_close, assert_identical, assert_same_sums, assert_tensors_close
 from harness import run_ranks
 from small_models import small_options
 from torch.distributed.tensor.debug import CommDebugMode
@@ -101,17 +101,44 @@ FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
     "adapters on int8": ("qwen2", MESHES["tp 2, fsdp 2"], {"lora": {"rank": 4, "base": "int8"}}, {}),
     "selective": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "selective"}}),
     "offload": ("qwen3", MESHES["tp 2"], {}, {"train": {"activation_checkpointing": "offload"}}),
-    "compiled": ("qwen3", MESHES["tp 2"], {}, {"train": {"compile": True}}),
+    "compiled": ("phi3", MESHES["tp 2"], {}, {"train": {"compile": True}}),
     "muon": ("starcoder2", MESHES["tp 2, fsdp 2"], {}, {"train": {"optimizer": {"kind": "muon", "lr": 3e-3}}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", thinned(FEATURES, ["adapters with dropout"], ["adapters on nf4", "split backwards", "muon", "shared keys"])
+    "name",
+    thinned(
+        FEATURES, ["adapters with dropout"], ["adapters on nf4", "split backwards", "muon", "shared keys", "compiled"]
+    ),
 )
 def test_it_adds_up_with_other_features(name: str) -> None:
     kind, mesh, changes, sections = FEATURES[name]
     assert_adds_up(kind, mesh, changes, **sections)
+
+
+def compiled_afresh(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Trains in processes that compiled nothing for other models: torch has a limit."""
+    return train_steps(*arguments, **options)
+
+
+COMPILED: dict[str, tuple[str, Sections, str]] = {
+    "norms over ranks": ("olmo2", {}, "none"),
+    "joined, with adapters": ("phi3", {"lora": {"rank": 4}}, "full"),
+    "a bias on one rank": ("starcoder2", {}, "selective"),
+    "columns of a whole matrix": ("qwen2", {**LARGER, "lora": {"rank": 4, "base": "nf4"}}, "none"),
+}
+
+
+@pytest.mark.parametrize("name", thinned(COMPILED, [], ["norms over ranks"]))
+def test_split_backwards_of_compiled_blocks_have_the_bits_of_whole_ones(name: str) -> None:
+    kind, changes, extent = COMPILED[name]
+    train = {"compile": True, "activation_checkpointing": extent}
+    split, whole = (
+        trained(job(kind, changes, tp=2, pp=2, train=train, **how), STEPS, train=compiled_afresh)
+        for how in (V, {"schedule": "1f1b"})
+    )
+    assert_identical(split, whole)
 
 
 def trained_wide(*arguments: Any, **options: Any) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Attention(nn.Module):
         if not self.layer.fused_qkv:
             return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
         rows = self.qkv_proj.rows_here
-        widths = self.widths if rows is None else [len(part) for part in rows]
+        widths = self.widths if rows is None else [stop - start for start, stop in rows]
         q, k, v = self.qkv_proj(x_BTC).split(widths, dim=-1)
         # The rotary encoding copies the others. Messages between ranks need values without gaps.
         return q, k, v.contiguous()

@@ -92,10 +92,12 @@ class Projection(nn.Linear):
 
     fp8: nn.Module | None
     adds_bias = True
-    rows_here: list[range] | None = None
-    """The rows that this rank of a tp group computes with; None: all it has."""
+    rows_here: list[tuple[int, int]] | None = None
+    """The rows that this rank of a tp group computes with, start and stop; None: all it has."""
     cut: MatrixCut = WHOLE
     """What products in fp8 need to know of the other ranks."""
+    takes_tokens_of = 1
+    """Ranks of the tp group whose tokens it takes."""
     stand_ins: tuple[Tensor, Tensor] | None
     """For the result and the input, within a compiled block (`halved`)."""
 
@@ -105,13 +107,17 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
-        bias = weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
+        bias = self.bias_here()
         if self.stand_ins is not None:
             bias = None if bias is None else bias.detach()
-            out = (self.fp8 or F.linear)(x, self.weight.detach(), bias)
+            out = (self.fp8 or F.linear)(x, weight_here(self).detach(), bias)
             noted: Tensor = _Note.apply(out, x, *(one.view(*x.shape[:-1], -1) for one in self.stand_ins))  # type: ignore[no-untyped-call]
             return noted
         return linear(x, weight_here(self), bias, self.fp8 or F.linear)
+
+    def bias_here(self) -> Tensor | None:
+        """Returns what this rank adds of the bias, `[o]`."""
+        return weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
 
 
 class Lookup(nn.Embedding):
@@ -199,9 +205,8 @@ class _Apart(torch.autograd.Function):
 
 def halved(block: nn.Module, forward: Callable[..., Tensor], apart: Iterable[nn.Module] = ()) -> Callable[..., Tensor]:
     """Returns a block's compiled forward, which leaves the gradients of weights for later within
-    `weights_later`. `forward`: takes a tensor `[..., C]` first, in the dtype of all products, whose
-    rows are its rows. `apart`: parts that are not compiled. Other ranks share no weight (mesh.tp).
-    """
+    `weights_later`. `forward`: takes a tensor `[B, t, C]` first, in the dtype of all products, with
+    this rank's tokens. `apart`: parts that are not compiled."""
     left_out = {part for one in apart for part in one.modules()}
     parts = [part for part in block.modules() if isinstance(part, Projection) and part not in left_out]
 
@@ -210,7 +215,8 @@ def halved(block: nn.Module, forward: Callable[..., Tensor], apart: Iterable[nn.
         if not trained:
             return forward(x, *arguments, **options)
         anchor = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-        flat = _StandIns.apply(anchor, (_later, trained), x.shape[:-1])  # type: ignore[no-untyped-call]
+        weights = [(weight_here(part), part.bias_here(), part.takes_tokens_of) for part in trained]
+        flat = _StandIns.apply(anchor, (_later, weights), x.shape)  # type: ignore[no-untyped-call]
         for part, pair in zip(trained, zip(flat[::2], flat[1::2], strict=True), strict=True):
             part.stand_ins = pair
         try:
@@ -226,17 +232,17 @@ class _StandIns(torch.autograd.Function):
     """Makes stand-ins for the products of a block. The backward gets what they stand for."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, what: tuple[Any, list[Projection]], shape: torch.Size) -> tuple[Tensor, ...]:
-        """Returns `[..., O]` and `[..., C]` for each product. `shape`: that of tokens."""
-        later, parts = what
+    def forward(ctx: Any, anchor: Tensor, what: tuple[Any, list[Any]], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Returns `[B, T, O]` and `[B, T, C]` for each product. `shape`: that of this rank's tokens."""
+        later, weights = what
         ctx.set_materialize_grads(False)
-        ctx.what = later, [(part.weight, part.bias) for part in parts]
-        one = anchor.new_zeros(1)
-        return tuple(one.expand(*shape, width) for part in parts for width in part.weight.shape)
+        ctx.what = later, [(weight, bias) for weight, bias, _ in weights]
+        one, (rows, tokens, _) = anchor.new_zeros(1), shape
+        return tuple(one.expand(rows, tokens * ranks, width) for weight, _, ranks in weights for width in weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[None, None, None]:
-        """Takes the gradient of each result `[..., O]` and the input `[..., C]`."""
+        """Takes the gradient of each result `[B, T, O]` and the input `[B, T, C]`."""
         later, weights = ctx.what
         for (weight, bias), grad, x in zip(weights, given[::2], given[1::2], strict=True):
             if grad is not None and x is not None:

@@ -185,7 +185,7 @@ class QuantisedLinear(nn.Module):
         self.formats = {"weight": self.format}
         self.columns: range | None = None
         self.cut = WHOLE
-        self.rows_here: list[range] | None = None
+        self.rows_here: list[tuple[int, int]] | None = None
         self.adds_bias = True
         self.weight = self.format.empty((out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None

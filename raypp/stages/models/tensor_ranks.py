@@ -191,10 +191,10 @@ def weight_here(module: nn.Module, name: str = "weight") -> Tensor:
     """Returns the rows of a module's parameter `[...]` that this rank computes with: all it has,
     unless `rows_here` of the module names them."""
     whole = held(getattr(module, name))
-    rows: list[range] | None = getattr(module, "rows_here", None)
+    rows: list[tuple[int, int]] | None = getattr(module, "rows_here", None)
     if rows is None:
         return whole
-    parts = [whole[part.start : part.stop] for part in rows]
+    parts = [whole[start:stop] for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -25,7 +25,7 @@ from raypp.job.layer_rules import DeltaRule
 from raypp.job.tensor_parts import computed_by_all, cut_dim, keeps_parts, rows_of_few_heads
 from raypp.stages.models.layers import RMSNorm
 from raypp.stages.models.lora import extend
-from raypp.stages.models.products import Lookup
+from raypp.stages.models.products import Lookup, Projection
 from raypp.stages.models.recomputed import product
 from raypp.stages.models.stage import DecoderStage
 from raypp.stages.models.tensor_ranks import MatrixCut, TensorRanks, weight_here
@@ -65,6 +65,9 @@ def split_tensors(stage: nn.Module, job: Job, mesh: DeviceMesh) -> TensorRanks:
         for inside in {weight.name.partition(".")[0] for weight in weights}:
             block: Any = layer.get_submodule(inside)
             _extend(block, _Gathering, ranks)
+            for part in block.modules():
+                if isinstance(part, Projection):
+                    part.takes_tokens_of = tp.size()
             trains = any(parameter.requires_grad for parameter in block.parameters())
             block.gathers_again = parts and trains and job.train.activation_checkpointing == "none"
         if isinstance(rule, DeltaRule):
@@ -133,7 +136,7 @@ def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, dim: int | None, ro
     part: Any
     for part in filter(None, (module, adapter)):
         if dim is None:
-            part.rows_here = rows
+            part.rows_here = [(one.start, one.stop) for one in rows]  # ints: compiled code has constants
         else:
             _keep_part(part, name, tp, dim)
 
