@@ -648,8 +648,8 @@ FAULTS = [
     ),
     Fault(
         "halves-biases-stay", _PRODUCTS,
-        "later.add_product(weight, bias, partial(",
-        "later.add_product(weight, None, partial(",
+        "out = (self.fp8 or F.linear)(x, weight_here(self).detach(), bias)",
+        "out = (self.fp8 or F.linear)(x, weight_here(self).detach(), None if bias is None else bias.detach())",
         "the biases of compiled blocks are not trained",
     ),
     Fault(

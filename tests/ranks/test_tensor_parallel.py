@@ -122,20 +122,20 @@ def compiled_afresh(*arguments: Any, **options: Any) -> dict[str, Any]:
     return train_steps(*arguments, **options)
 
 
-COMPILED: dict[str, tuple[str, Sections, str]] = {
-    "norms over ranks": ("olmo2", {}, "none"),
-    "joined, with adapters": ("phi3", {"lora": {"rank": 4}}, "full"),
-    "a bias on one rank": ("starcoder2", {}, "selective"),
-    "columns of a whole matrix": ("qwen2", {**LARGER, "lora": {"rank": 4, "base": "nf4"}}, "none"),
+COMPILED: dict[str, tuple[str, Sections, Sections, str]] = {
+    "norms over ranks": ("olmo2", MESHES["tp 2, pp 2"], {}, "none"),
+    "joined, with adapters": ("phi3", MESHES["tp 2, pp 2"], {"lora": {"rank": 4}}, "full"),
+    "a bias on one rank": ("starcoder2", {"tp": 2, "fsdp": 2}, {"tie_embeddings": False}, "selective"),
+    "columns of a whole matrix": ("qwen2", MESHES["tp 2"], {**LARGER, "lora": {"rank": 4, "base": "nf4"}}, "none"),
 }
 
 
 @pytest.mark.parametrize("name", thinned(COMPILED, [], ["norms over ranks"]))
 def test_split_backwards_of_compiled_blocks_have_the_bits_of_whole_ones(name: str) -> None:
-    kind, changes, extent = COMPILED[name]
+    kind, mesh, changes, extent = COMPILED[name]
     train = {"compile": True, "activation_checkpointing": extent}
     split, whole = (
-        trained(job(kind, changes, tp=2, pp=2, train=train, **how), STEPS, train=compiled_afresh)
+        trained(job(kind, changes, **mesh, train=train, **how), STEPS, train=compiled_afresh)
         for how in (V, {"schedule": "1f1b"})
     )
     assert_identical(split, whole)

@@ -34,15 +34,6 @@ class LaterGradients:
         """Leaves the gradient of a weight `[...]` for later."""
         self._left.append((weight, gradient))
 
-    def add_product(
-        self, weight: Tensor, bias: Tensor | None, gradient: Callable[..., Tensor], x: Tensor, grad: Tensor
-    ) -> None:
-        """Leaves those of a product's weight and bias. `gradient`: computes the weight's, given its
-        input `[..., C]` and the gradient `[..., O]` of its result."""
-        self.add(weight, partial(gradient, x, grad))
-        if bias is not None and bias.requires_grad:
-            self.add(bias, partial(_of_bias, grad))
-
     def compute(self) -> None:
         """Computes the gradients, and adds each to those of its parameter. Call it once."""
         parts: list[tuple[Tensor, Tensor]] = []
@@ -107,17 +98,12 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`."""
-        bias = self.bias_here()
+        bias = weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
         if self.stand_ins is not None:
-            bias = None if bias is None else bias.detach()
             out = (self.fp8 or F.linear)(x, weight_here(self).detach(), bias)
             noted: Tensor = _Note.apply(out, x, *(one.view(*x.shape[:-1], -1) for one in self.stand_ins))  # type: ignore[no-untyped-call]
             return noted
         return linear(x, weight_here(self), bias, self.fp8 or F.linear)
-
-    def bias_here(self) -> Tensor | None:
-        """Returns what this rank adds of the bias, `[o]`."""
-        return weight_here(self, "bias") if self.bias is not None and self.adds_bias else None
 
 
 class Lookup(nn.Embedding):
@@ -194,13 +180,16 @@ class _Apart(torch.autograd.Function):
         """Returns the gradient `[..., O]` of the product, unchanged."""
         (x,) = ctx.saved_tensors
         later, weight, bias, gradient = ctx.what
-        later.add_product(weight, bias, gradient, x, grad)
+        later.add(weight, partial(gradient, x, grad))
+        if bias is not None and bias.requires_grad:
+            later.add(bias, partial(_of_bias, grad))
         return grad, None, None, None
 
 
 # Within a compiled block no graph reaches a product from outside. Tensors without memory stand for
 # each product's result and input: the compiled backward returns the gradient of the one and, as if
-# it were that of the other, the input itself. So it has both to keep or to compute again.
+# it were that of the other, the input itself. So it has both to keep or to compute again. A bias
+# gets its gradient in I, from the sum that the compiler makes of a whole backward, too.
 
 
 def halved(block: nn.Module, forward: Callable[..., Tensor], apart: Iterable[nn.Module] = ()) -> Callable[..., Tensor]:
@@ -215,7 +204,7 @@ def halved(block: nn.Module, forward: Callable[..., Tensor], apart: Iterable[nn.
         if not trained:
             return forward(x, *arguments, **options)
         anchor = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-        weights = [(weight_here(part), part.bias_here(), part.takes_tokens_of) for part in trained]
+        weights = [(weight_here(part), part.takes_tokens_of) for part in trained]
         flat = _StandIns.apply(anchor, (_later, weights), x.shape)  # type: ignore[no-untyped-call]
         for part, pair in zip(trained, zip(flat[::2], flat[1::2], strict=True), strict=True):
             part.stand_ins = pair
@@ -233,20 +222,20 @@ class _StandIns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, what: tuple[Any, list[Any]], shape: torch.Size) -> tuple[Tensor, ...]:
-        """Returns `[B, T, O]` and `[B, T, C]` for each product. `shape`: that of this rank's tokens."""
+        """Returns `[B, T, O]` and `[B, T, C]` per product. `shape`: this rank's `[B, t, C]`."""
         later, weights = what
         ctx.set_materialize_grads(False)
-        ctx.what = later, [(weight, bias) for weight, bias, _ in weights]
+        ctx.what = later, [weight for weight, _ in weights]
         one, (rows, tokens, _) = anchor.new_zeros(1), shape
-        return tuple(one.expand(rows, tokens * ranks, width) for weight, _, ranks in weights for width in weight.shape)
+        return tuple(one.expand(rows, tokens * ranks, width) for weight, ranks in weights for width in weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[None, None, None]:
         """Takes the gradient of each result `[B, T, O]` and the input `[B, T, C]`."""
         later, weights = ctx.what
-        for (weight, bias), grad, x in zip(weights, given[::2], given[1::2], strict=True):
+        for weight, grad, x in zip(weights, given[::2], given[1::2], strict=True):
             if grad is not None and x is not None:
-                later.add_product(weight, bias, partial(_of_matrix, transposed=is_transposed(weight)), x, grad)
+                later.add(weight, partial(_of_matrix, x, grad, transposed=is_transposed(weight)))
         return None, None, None
 
 
