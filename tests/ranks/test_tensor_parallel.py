@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparison import WIDE, assert_close, assert_identical, assert_same_sums, assert_tensors_close
 from harness import run_ranks
 from small_models import small_options
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from training import document, numbers, seat_of, thinned, train_steps, trained
 
 from raypp.job import precision
 from raypp.job.known_families import FAMILIES
 from raypp.job.load import parse_job
+from raypp.stages.models.tensor_ranks import TensorRanks
 from raypp.tools.parity import train_some_steps
 
 Sections = dict[str, Any]
@@ -115,6 +118,35 @@ FEATURES: dict[str, tuple[str, Sections, Sections, Sections]] = {
 def test_it_adds_up_with_other_features(name: str) -> None:
     kind, mesh, changes, sections = FEATURES[name]
     assert_adds_up(kind, mesh, changes, **sections)
+
+
+def gradients(rank: int, world: int, port: int, compiled: bool, rows: int) -> list[Tensor]:
+    """Returns what each exchange gives of `[rows, 6, 4]`, and the gradients of input and weight."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    ranks = TensorRanks(dist.group.WORLD, 8)  # type: ignore[arg-type]
+    found: list[Any] = []
+    for exchange in (ranks.gathered, ranks.spread, ranks.total):
+        torch.manual_seed(rank)
+        x, weight = torch.randn(rows, 6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+        def run(x: Tensor, weight: Tensor, exchange: Any = exchange) -> Tensor:
+            return x.sum() + exchange(x @ weight)
+
+        torch.compiler.reset()
+        forward = torch.compile(run, backend="aot_eager", dynamic=True) if compiled else run
+        out = forward(x, weight)
+        out.square().sum().backward()
+        found += [out.detach(), x.grad, weight.grad]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_compiled_exchanges_give_the_gradients_of_others(rows: int) -> None:
+    """torch 2.11 makes zeros of gradients of tensors that a collective wrote."""
+    for ours, theirs in zip(*(run_ranks(2, gradients, whether, rows) for whether in (True, False)), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def compiled_afresh(*arguments: Any, **options: Any) -> dict[str, Any]:

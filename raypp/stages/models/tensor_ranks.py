@@ -103,7 +103,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x_BtC: Tensor, ranks: TensorRanks) -> Tensor:
         """Returns `[B, T, C]`."""
         ctx.ranks = ranks
-        return _gather(x_BtC, ranks)
+        return _new(_gather(x_BtC, ranks))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -118,7 +118,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, part_BTC: Tensor, ranks: TensorRanks) -> Tensor:
         """Returns `[B, t, C]`."""
         ctx.ranks = ranks
-        return _scatter(part_BTC, ranks)
+        return _new(_scatter(part_BTC, ranks))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -133,7 +133,7 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, ranks: TensorRanks) -> Tensor:
         """Returns the sum `[...]`."""
         ctx.ranks = ranks
-        return ranks.summed(values.clone())
+        return _new(ranks.summed(values.clone()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -198,17 +198,24 @@ def weight_here(module: nn.Module, name: str = "weight") -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _new(result: Tensor) -> Tensor:
+    """Returns what a collective wrote, `[...]`. In compiled code, torch 2.11 gives such a tensor a
+    gradient of zeros, so there it is a new one."""
+    return result.clone() if torch.compiler.is_compiling() else result
+
+
 def _gather(x_BtC: Tensor, ranks: TensorRanks) -> Tensor:
     rows, part, width = x_BtC.shape
-    x_RBtC = x_BtC.new_empty(ranks.size * rows, part, width)
-    dist.all_gather_into_tensor(x_RBtC, x_BtC.contiguous(), group=ranks.group)
-    return x_RBtC.view(ranks.size, rows, part, width).transpose(0, 1).reshape(rows, ranks.size * part, width)
+    x_RC = x_BtC.new_empty(ranks.size * rows * part, width)
+    dist.all_gather_into_tensor(x_RC, x_BtC.reshape(-1, width), group=ranks.group)
+    return x_RC.view(ranks.size, rows, part, width).transpose(0, 1).reshape(rows, ranks.size * part, width)
 
 
 def _scatter(x_BTC: Tensor, ranks: TensorRanks) -> Tensor:
     rows, tokens, width = x_BTC.shape
     part = tokens // ranks.size
-    x_RBtC = x_BTC.view(rows, ranks.size, part, width).transpose(0, 1).reshape(ranks.size * rows, part, width)
-    out_BtC = x_BTC.new_empty(rows, part, width)
-    dist.reduce_scatter_tensor(out_BtC, x_RBtC.contiguous(), group=ranks.group)
-    return out_BtC
+    # Two dims: torch 2.11 cannot compile the sum over a first dim that it knows, as of one row.
+    x_RC = x_BTC.view(rows, ranks.size, part, width).transpose(0, 1).reshape(-1, width)
+    out_NC = x_BTC.new_empty(rows * part, width)
+    dist.reduce_scatter_tensor(out_NC, x_RC.contiguous(), group=ranks.group)
+    return out_NC.view(rows, part, width)
