@@ -497,8 +497,8 @@ class TrainSection(Section):
     over full."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto: on CUDA with a C compiler, unless the run
-    samples, the model is your own, or the schedule splits backwards in fp8; the run
-    reports it."""
+    samples, the model is your own, or the schedule splits backwards in fp8; the run reports
+    it."""
     attention: Literal["auto", "flash3", "flash4", "cudnn", "varlen", "flex", "plain"] = "auto"
     """Attention kernel. auto: the first that suits the device, the dtype and the head width, in the
     order given; the run reports it | flash3, flash4: FlashAttention 3 and 4 | cudnn: cuDNN |

@@ -8,7 +8,7 @@ import torch
 from comparison import FIRST_STEP, assert_close, assert_identical, assert_tensors_close
 from test_experts import BLANK
 from test_experts import document as experts
-from training import document, thinned, train_steps, trained
+from training import document, thinned, train_afresh, train_steps, trained
 
 from raypp.planning.schedules.catalogue import SCHEDULES, schedule_named
 
@@ -22,11 +22,6 @@ needs_compiler = pytest.mark.skipif(
 
 EXTENTS = ("none", "selective", "full")
 MATRIX = [(schedule, extent) for schedule in SCHEDULES.names() for extent in EXTENTS]
-
-
-def afresh(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """Trains in processes that compiled nothing for other models: torch has a limit."""
-    return train_steps(*arguments, **options)
 
 
 def compiled(extent: str, how: Any = train_steps, **settings: Any) -> dict[str, Any]:
@@ -68,7 +63,7 @@ SHARED = {"shards": {"fsdp": 2}, "replicas": {"dp_replicate": 2}, "adapters": {"
 @pytest.mark.parametrize("settings", SHARED.values(), ids=SHARED)
 def test_split_backwards_of_compiled_blocks_are_those_of_whole_ones(settings: dict[str, Any]) -> None:
     split, whole = (
-        compiled("none", afresh, pp=2, schedule=schedule, pipeline={"stages_per_rank": stages}, **settings)
+        compiled("none", train_afresh, pp=2, schedule=schedule, pipeline={"stages_per_rank": stages}, **settings)
         for schedule, stages in (("zbv", 2), ("1f1b", 1))
     )
     assert_identical(split, whole)

@@ -11,7 +11,7 @@ from harness import run_ranks
 from small_models import small_options
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from training import document, numbers, seat_of, thinned, train_steps, trained
+from training import document, numbers, seat_of, thinned, train_afresh, train_steps, trained
 
 from raypp.job import precision
 from raypp.job.known_families import FAMILIES
@@ -146,11 +146,6 @@ def test_compiled_exchanges_give_the_gradients_of_others(rows: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def compiled_afresh(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """Trains in processes that compiled nothing for other models: torch has a limit."""
-    return train_steps(*arguments, **options)
-
-
 COMPILED: dict[str, tuple[str, Sections, Sections, str]] = {
     "norms over ranks": ("olmo2", MESHES["tp 2, pp 2"], {}, "none"),
     "joined, with adapters": ("phi3", MESHES["tp 2, pp 2"], {"lora": {"rank": 4}}, "full"),
@@ -159,12 +154,13 @@ COMPILED: dict[str, tuple[str, Sections, Sections, str]] = {
 }
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", thinned(COMPILED, [], ["norms over ranks"]))
 def test_split_backwards_of_compiled_blocks_have_the_bits_of_whole_ones(name: str) -> None:
     kind, mesh, changes, extent = COMPILED[name]
     train = {"compile": True, "activation_checkpointing": extent}
     split, whole = (
-        trained(job(kind, changes, **mesh, train=train, **how), STEPS, train=compiled_afresh)
+        trained(job(kind, changes, **mesh, train=train, **how), STEPS, train=train_afresh)
         for how in (V, {"schedule": "1f1b"})
     )
     assert_identical(split, whole)

@@ -104,6 +104,13 @@ def train_steps(
     }  # fmt: skip
 
 
+def train_afresh(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Like `train_steps`, without what the process compiled before, for other models: torch has a
+    limit, beyond which it computes without compiling."""
+    torch.compiler.reset()
+    return train_steps(*arguments, **options)
+
+
 def train_from_files(rank: int, world: int, port: int, document: dict[str, Any], *how: Any) -> dict[str, Any]:
     """Like `train_steps`, with the weights of `model.from_hf`: drawn gains and biases are alike."""
 

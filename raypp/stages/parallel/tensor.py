@@ -136,7 +136,7 @@ def _keep_rows(module: nn.Module, name: str, tp: DeviceMesh, dim: int | None, ro
     part: Any
     for part in filter(None, (module, adapter)):
         if dim is None:
-            part.rows_here = [(one.start, one.stop) for one in rows]  # ints: compiled code has constants
+            part.rows_here = [(one.start, one.stop) for one in rows]  # compiled code takes no range for a constant
         else:
             _keep_part(part, name, tp, dim)
 
